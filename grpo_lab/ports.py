@@ -127,6 +127,18 @@ class WeightTransport(Protocol):
     async def close(self) -> None: ...
 
 
+class WeightReceiver(Protocol):
+    """The engine's side of a transport: joins what ``init_info`` describes, then receives updates.
+
+    ``receive`` yields each bucket with the hash that its sender declared; the memory is valid until the
+    next one is asked for. It ends after the last bucket and raises ``PeerDied`` or ``TransportTimeout``.
+    """
+
+    async def join(self, info: JsonDict) -> None: ...
+    def receive(self, sync: SyncId, info: JsonDict) -> AsyncIterator[Bucket]: ...
+    async def close(self) -> None: ...
+
+
 class Ranks(Protocol):
     """The trainer's ranks, for decisions that all must take together."""
 

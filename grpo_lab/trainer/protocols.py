@@ -1,0 +1,80 @@
+"""What the trainer asks of the parts that can be injected.
+
+``RolloutWorkerProtocol`` and ``WeightTransferProtocol`` are the public seams of ``AsyncGRPOTrainer``.
+``WeightSync`` is the narrower face that the trainer itself drives; an injected weight transfer is
+put behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from grpo_lab.types import CursorState, DroppedGroup, RolloutGroup
+
+NamedTensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+"""Gives a fresh iterator over the trainer's (name, tensor) pairs, in a fixed order, gathered lazily."""
+
+
+class RolloutBuffer(Protocol):
+    """Where the trainer takes groups from; ``queue.Queue`` is one."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutGroup | DroppedGroup:
+        """Raises ``queue.Empty`` after ``timeout`` seconds, and ``WorkerDied`` or ``WorkerStalled`` at once."""
+        ...
+
+
+class RolloutWorkerProtocol(Protocol):
+    """Produces rollout groups from ``start`` until ``stop``. ``stop`` is quick and may be called twice."""
+
+    rollout_buffer: RolloutBuffer
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def update_model_version(self, version: int) -> None: ...
+
+
+class WeightTransferProtocol(Protocol):
+    """Moves weights to the engines. Called as init, then (pause, send, resume) for each sync, then destroy."""
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """What a rollout worker must know to begin: identity, first version, and which prompts are done."""
+
+    term: int
+    version: int
+    cursor: CursorState
+
+
+@dataclass(frozen=True, slots=True)
+class SyncOutcome:
+    """``committed`` is False when the sync failed but enough engines live on the previous version."""
+
+    version: int
+    committed: bool
+    phases_s: dict[str, float] = field(default_factory=dict)
+    total_s: float = 0.0
+
+
+class WeightSync(Protocol):
+    """One training run's weight syncs: ``connect`` once, ``sync`` often, ``close`` on every path.
+
+    ``sync`` raises ``SyncError`` when training cannot go on. All ranks call every method together.
+    """
+
+    def connect(self, term: int, base_version: int) -> None: ...
+    def sync(self, named_tensors: NamedTensors, optimizer_step: int) -> SyncOutcome: ...
+    def close(self) -> None: ...
+
+
+WorkerFactory = Callable[[WorkerStart], RolloutWorkerProtocol]
