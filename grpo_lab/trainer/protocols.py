@@ -23,7 +23,7 @@ class RolloutBuffer(Protocol):
     """Where the trainer takes groups from; ``queue.Queue`` is one."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutGroup | DroppedGroup:
-        """Raises ``queue.Empty`` after ``timeout`` seconds, and ``WorkerDied`` or ``WorkerStalled`` at once."""
+        """Raises ``queue.Empty`` after ``timeout`` seconds, ``WorkerDied`` or ``WorkerStalled`` at once."""
         ...
 
 
@@ -38,7 +38,7 @@ class RolloutWorkerProtocol(Protocol):
 
 
 class WeightTransferProtocol(Protocol):
-    """Moves weights to the engines. Called as init, then (pause, send, resume) for each sync, then destroy."""
+    """Moves weights to the engines: init, then (pause, send, resume) for each sync, then destroy."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...
