@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 SCHEMA_VERSION = 1
 
 Params = dict[str, Any]
+E = TypeVar("E")
 _REGISTRY: dict[str, type[Event]] = {}
 _FIELD_TYPES: dict[type[Event], dict[str, Any]] = {}
 
@@ -26,7 +26,10 @@ class Event:
         _REGISTRY[cls.kind] = cls
 
 
-event = dataclass(frozen=True, kw_only=True)
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
+def event(cls: type[E]) -> type[E]:
+    """Makes a class a frozen dataclass with keyword-only fields."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def kinds() -> dict[str, type[Event]]:
