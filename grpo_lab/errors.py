@@ -22,6 +22,11 @@
     |- RewardError                     a reward function raised or returned the wrong shape
     |- PhaseTimeout                    a bounded wait ran out; says who waited for what
     |- SyncError                       a weight sync failed and training cannot continue
+    |- SimulationError                 a simulated world cannot go on
+    |  |- Deadlock                     nothing is ready, no timer is set, the main task has not ended
+    |  |- EscapedSimulation            simulated code reached for the real world
+    |  |- SimulationBoundExceeded      virtual time or callbacks ran past their bound
+    |  `- Nondeterminism               two runs of one case differ
     `- InvariantViolation              exit code 1: a rule of the protocol was broken
 
 Messages name the value, the limit and the fix.
@@ -142,6 +147,26 @@ class PhaseTimeout(GrpoLabError):
 
 class SyncError(GrpoLabError):
     """A weight sync failed for good: too few engines are left."""
+
+
+class SimulationError(GrpoLabError):
+    """A simulated world cannot go on."""
+
+
+class Deadlock(SimulationError):
+    """Nothing is ready, no timer is set and the main task has not ended. Names every waiter."""
+
+
+class EscapedSimulation(SimulationError):
+    """Simulated code reached for a socket, process, thread, signal or the wall clock."""
+
+
+class SimulationBoundExceeded(SimulationError):
+    """Virtual time or the number of callbacks ran past its bound."""
+
+
+class Nondeterminism(SimulationError):
+    """Two runs of one case differ; names the first record that does."""
 
 
 class InvariantViolation(GrpoLabError):
