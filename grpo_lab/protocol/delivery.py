@@ -1,0 +1,271 @@
+"""Rank 0's conversation with the engines about one set of weights: join, move, finish, prove."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from grpo_lab.errors import EngineError, GrpoLabError, SyncError
+from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
+from grpo_lab.ports import Engine, Recorder, WeightSource, WeightTransport
+from grpo_lab.protocol.canary import Canary, Scores, judge
+from grpo_lab.protocol.engine_set import EngineCall, EngineSet, all_or_first_failure
+from grpo_lab.protocol.phase_times import PhaseTimes
+from grpo_lab.protocol.timeouts import Timeouts, bounded
+from grpo_lab.types import Bucket, SyncId
+
+
+class Delivery:
+    """Moves the source's weights to every engine of the view, and knows which of them have loaded.
+
+    ``started`` says whether the version under way has touched any engine. ``loaded`` holds the names of
+    the engines that acknowledged (or, after a lost reply, admitted to hold) it; any of them may serve it
+    as soon as it is resumed.
+    """
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        transport: WeightTransport,
+        source: WeightSource,
+        recorder: Recorder,
+        canary: Canary | None,
+        timeouts: Timeouts,
+    ) -> None:
+        self._set = engines
+        self._transport = transport
+        self._source = source
+        self._recorder = recorder
+        self._canary = canary
+        self._limits = timeouts
+        self._scores: Scores | None = None  # the trainer's, of the version under way
+        self._scores_before: Scores | None = None
+        self.started = False
+        self.loaded: set[str] = set()
+
+    async def begin_version(self) -> None:
+        """A new version is under way. On every rank: the canary's own scores are a collective matter."""
+        self.started = False
+        self.loaded = set()
+        if self._canary is not None:
+            self._scores_before = self._scores
+            self._scores = await self._source.score(self._canary.sequences)
+
+    async def handshake(self, sync: SyncId) -> None:
+        """Opens the transport and joins every engine of the view to it. Raises the first refusal."""
+        limit_s = self._limits.handshake_s
+        await bounded(
+            self._transport.open(self._set.names, self._source.plan), limit_s, "opening the transport"
+        )
+        await all_or_first_failure(
+            bounded(self._transport.accept(), limit_s, "waiting for the engines to join the transfer"),
+            *(self._join(engine, sync) for engine in self._set.view),
+            name="handshake",
+        )
+
+    async def close(self) -> None:
+        await bounded(self._transport.close(), self._limits.close_s, "closing the transport")
+
+    async def attempt(self, sync: SyncId, times: PhaseTimes) -> None:
+        """Start, move and verify, finish, prove. Raises the first failure; any engine may be behind it."""
+        self.started = True
+        try:
+            await self._source.begin(sync)
+            await self._demand("start", lambda engine: engine.start_update(sync), sync)
+            await bounded(self._move(sync, times), self._limits.transfer_s, f"moving {sync}")
+        except BaseException:
+            # The other ranks are still gathering, and would hang in a collective that rank 0 left.
+            await drain(self._source)
+            raise
+        with times.measure("load"):
+            await self._finish(sync)
+        await self._prove(
+            sync, [engine for engine in self._set.view if engine.capabilities.score_while_paused]
+        )
+
+    async def probation(self, sync: SyncId) -> None:
+        """The canary for engines that cannot score while paused. They are resumed for it, and serve
+        nobody else; one that fails is paused again and fenced.
+        """
+        engines = [engine for engine in self._set.view if not engine.capabilities.score_while_paused]
+        for engine in engines:
+            try:
+                await self._set.one(
+                    "resume", lambda one: one.resume(sync.term), engine, self._limits.resume_s, sync
+                )
+                await self._score(sync, engine)
+            except GrpoLabError as error:
+                self._set.fence(engine.name, f"probation: {error}", sync)
+                await asyncio.gather(
+                    self._set.one(
+                        "pause",
+                        lambda one: one.pause("abort", True, sync.term),
+                        engine,
+                        self._limits.pause_s,
+                        sync,
+                    ),
+                    return_exceptions=True,
+                )
+        self._set.require_enough()
+
+    @property
+    def needs_probation(self) -> bool:
+        return self._canary is not None and any(
+            not engine.capabilities.score_while_paused for engine in self._set.view
+        )
+
+    async def _join(self, engine: Engine, sync: SyncId) -> None:
+        info = self._transport.init_info(engine.name)
+        ours = self._source.plan_digest
+        difference = ""
+        try:
+            await self._set.one(
+                "init_transfer",
+                lambda member: member.init_transfer(info, sync.term),
+                engine,
+                self._limits.handshake_s,
+                sync,
+            )
+        except EngineError as error:
+            difference = str(error)[:1000]
+            raise
+        finally:
+            theirs = "" if difference else ours
+            self._recorder.emit(
+                HandshakeCompared(engine=engine.name, ours=ours, theirs=theirs, difference=difference)
+            )
+
+    async def _move(self, sync: SyncId, times: PhaseTimes) -> None:
+        info = self._transport.update_info(sync)
+        clock = asyncio.get_running_loop().time
+        sent_at_s = clock()
+
+        async def send() -> None:
+            nonlocal sent_at_s
+            times.add("wire", await self._transport.send(sync, self._published(sync)))
+            sent_at_s = clock()
+
+        await all_or_first_failure(
+            send(),
+            *(
+                self._set.one(
+                    "update", lambda member: member.update(sync, info), engine, self._limits.transfer_s, sync
+                )
+                for engine in self._set.view
+            ),
+            name="move",
+        )
+        times.add("verify", clock() - sent_at_s)
+
+    async def _published(self, sync: SyncId) -> AsyncIterator[Bucket]:
+        """The source's buckets; when the last has been packed, the manifest is complete."""
+        sizes: list[int] = []
+        hashes: list[int] = []
+        while (bucket := await self._source.next()) is not None:
+            sizes.append(bucket.nbytes)
+            hashes.append(bucket.hash64)
+            if len(sizes) == self._source.num_buckets:
+                # Before the last bucket leaves, so that no engine can hold what was never published.
+                self._recorder.emit(
+                    WeightsPublished(
+                        term=sync.term,
+                        version=sync.version,
+                        attempt=sync.attempt,
+                        plan_digest=self._source.plan_digest,
+                        tensors=self._source.num_tensors,
+                        bucket_nbytes=tuple(sizes),
+                        bucket_hashes=tuple(hashes),
+                    )
+                )
+            yield bucket
+
+    async def _finish(self, sync: SyncId) -> None:
+        failures = await self._set.each(
+            "finish", lambda engine: engine.finish_update(sync), self._limits.finish_s, sync
+        )
+        refused: list[GrpoLabError] = []
+        for engine in self._set.view:
+            error = failures.get(engine.name)
+            if error is None or await self._applied_after_all(engine, sync):
+                self.loaded.add(engine.name)
+            else:
+                refused.append(error)
+        if refused:
+            raise refused[0]
+
+    async def _applied_after_all(self, engine: Engine, sync: SyncId) -> bool:
+        """The reply to finish may have been lost: what the engine says it holds decides."""
+        try:
+            info = await bounded(engine.weight_info(), self._limits.resume_s, f"weight_info of {engine.name}")
+        except GrpoLabError:
+            return False
+        return info == str(sync)
+
+    async def _prove(self, sync: SyncId) -> None:
+        for engine in self._set.view:
+            proof = "hash" if engine.capabilities.hashes else "structure"
+            self._emit_proof(sync, engine.name, proof, "holds")
+        if self._canary is not None:
+            for engine in self._set.view:
+                if engine.capabilities.score_while_paused:
+                    await self._score(sync, engine)
+
+    async def _score(self, sync: SyncId, engine: Engine) -> None:
+        canary, ours = self._canary, self._scores
+        assert canary is not None
+        assert ours is not None, "the trainer's scores come first"
+        theirs = await self._set.one(
+            "score", lambda member: member.score(canary.sequences), engine, self._limits.score_s, sync
+        )
+        result = judge(theirs, ours, self._scores_before, canary.tolerance)
+        self._emit_proof(
+            sync,
+            engine.name,
+            "canary",
+            result.outcome,
+            gap=result.gap,
+            separation=result.separation,
+            tolerance=canary.tolerance,
+        )
+        if result.outcome == "fails":
+            self.loaded.add(engine.name)
+            raise SyncError(
+                f"canary of {engine.name}: logprobs differ by {result.gap:.3g}, tolerance "
+                f"{canary.tolerance:g}: the engine does not hold the published weights"
+            )
+
+    async def _demand(self, call: str, function: EngineCall, sync: SyncId) -> None:
+        failures = await self._set.each(call, function, self._limits.transfer_s, sync)
+        if failures:
+            raise next(iter(failures.values()))
+
+    def _emit_proof(
+        self,
+        sync: SyncId,
+        engine: str,
+        proof: str,
+        outcome: str,
+        *,
+        gap: float | None = None,
+        separation: float | None = None,
+        tolerance: float | None = None,
+    ) -> None:
+        self._recorder.emit(
+            EngineProved(
+                engine=engine,
+                term=sync.term,
+                version=sync.version,
+                attempt=sync.attempt,
+                proof=proof,
+                outcome=outcome,
+                gap=gap,
+                separation=separation,
+                tolerance=tolerance,
+            )
+        )
+
+
+async def drain(source: WeightSource) -> None:
+    """Takes part in the rest of the gathers of this attempt, for their own sake."""
+    while await source.next() is not None:
+        pass

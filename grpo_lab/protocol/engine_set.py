@@ -1,0 +1,127 @@
+"""The engines of a run: which of them are in the view, and calls to all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from grpo_lab.errors import EngineRefused, GrpoLabError, SyncError
+from grpo_lab.events import EngineAcknowledged, EngineFailed, EngineFenced, ViewChanged
+from grpo_lab.ports import Engine, Recorder
+from grpo_lab.protocol.timeouts import bounded
+from grpo_lab.types import SyncId
+
+EngineCall = Callable[[Engine], Awaitable[Any]]
+
+
+class EngineSet:
+    """The *view* is the set of engines that must prove the next version; a fenced one has left it.
+
+    FENCED is for good until the engine restarts and takes a full sync, so a member never comes back
+    to a view under the same incarnation.
+    """
+
+    def __init__(self, engines: Sequence[Engine], recorder: Recorder, min_engines: int) -> None:
+        names = [engine.name for engine in engines]
+        if len(set(names)) != len(names):
+            raise ValueError(f"engine names must differ, got {names}")
+        self._engines = {engine.name: engine for engine in engines}
+        self._recorder = recorder
+        self._min_engines = min_engines
+        self.view_number = 0
+        self.fenced: dict[str, str] = {}
+
+    @property
+    def view(self) -> tuple[Engine, ...]:
+        """Live engines in a fixed order."""
+        return tuple(engine for name, engine in self._engines.items() if name not in self.fenced)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(engine.name for engine in self.view)
+
+    def declare_view(self) -> None:
+        self.view_number += 1
+        self._recorder.emit(ViewChanged(view=self.view_number, members=self.names))
+
+    def fence(self, name: str, reason: str, sync: SyncId) -> None:
+        """Takes the engine out of service. The rest goes on under a new view."""
+        if name in self.fenced:
+            return
+        self.fenced[name] = reason
+        self._recorder.emit(
+            EngineFenced(engine=name, reason=reason[:500], term=sync.term, version=sync.version)
+        )
+        self.declare_view()
+
+    def require_enough(self) -> None:
+        """Raises ``SyncError`` when fewer than ``min_engines`` are left, with why each was lost."""
+        if len(self.view) < self._min_engines:
+            lost = "; ".join(f"{name}: {reason}" for name, reason in self.fenced.items())
+            raise SyncError(
+                f"{len(self.view)} engines are left, min_engines is {self._min_engines}. Lost: {lost}"
+            )
+
+    async def each(
+        self, call: str, function: EngineCall, timeout_s: float, sync: SyncId
+    ) -> dict[str, GrpoLabError]:
+        """Calls every engine of the view at once; returns the failures by engine name."""
+        members = self.view
+        outcomes = await asyncio.gather(
+            *(self.one(call, function, engine, timeout_s, sync) for engine in members),
+            return_exceptions=True,
+        )
+        failures: dict[str, GrpoLabError] = {}
+        for engine, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, GrpoLabError):
+                failures[engine.name] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failures
+
+    async def one(
+        self, call: str, function: EngineCall, engine: Engine, timeout_s: float, sync: SyncId
+    ) -> Any:
+        """One bounded call with its answer in the trace. Raises what the call raised."""
+        try:
+            result = await bounded(function(engine), timeout_s, f"{call} of {engine.name}")
+        except GrpoLabError as error:
+            status = error.status if isinstance(error, EngineRefused) else 0
+            self._recorder.emit(
+                EngineFailed(engine=engine.name, call=call, detail=str(error)[:500], status=status)
+            )
+            raise
+        self._recorder.emit(
+            EngineAcknowledged(
+                engine=engine.name,
+                call=call,
+                term=sync.term,
+                version=sync.version,
+                attempt=sync.attempt,
+            )
+        )
+        return result
+
+    async def fence_dead(self, suspects: Sequence[str], limit_s: float, sync: SyncId) -> None:
+        """Fences those of ``suspects`` that do not answer a health request either."""
+        failures = await self.each("health", _health, limit_s, sync)
+        for name, error in failures.items():
+            if name in suspects:
+                self.fence(name, f"dead: {error}", sync)
+
+
+async def all_or_first_failure(*coroutines: Coroutine[Any, Any, Any], name: str) -> None:
+    """Runs all at once. The first failure cancels the others, in order, and is raised when they ended."""
+    tasks = [asyncio.create_task(item, name=f"{name}-{index}") for index, item in enumerate(coroutines)]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _health(engine: Engine) -> None:
+    await engine.health()
