@@ -79,9 +79,7 @@ class Delivery:
             raise
         with times.measure("load"):
             await self._finish(sync)
-        await self._prove(
-            sync, [engine for engine in self._set.view if engine.capabilities.score_while_paused]
-        )
+        await self._prove(sync)
 
     async def probation(self, sync: SyncId) -> None:
         """The canary for engines that cannot score while paused. They are resumed for it, and serve
