@@ -60,7 +60,7 @@ def decode_batch(
             logits_to_keep=1,
             **{cache_argument: cache},
         )
-        cache = output.past_key_values
+        cache = getattr(output, cache_argument)
         chosen = pick(output.logits[:, -1]).masked_fill(finished, eos_token_id)
         columns.append(chosen)
         finished |= chosen == eos_token_id

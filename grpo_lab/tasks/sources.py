@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset, DatasetDict, DownloadConfig, load_dataset, load_from_disk
 
 from grpo_lab.errors import ConfigError, DataError
@@ -37,7 +38,7 @@ def load_dataset_source(spec: str, *, split: Split = "train", count: int = 4096,
     if path.is_dir():
         dataset = _from_folder(path, split)
     elif path.exists():
-        dataset = Dataset.from_list(read_json_lines(path))
+        dataset = _from_rows(read_json_lines(path), path)
     elif path.suffix in _FILE_SUFFIXES or spec.startswith((".", "/", "~")):
         raise DataError(f"{spec}: no such file or folder")
     else:
@@ -69,6 +70,16 @@ def read_json_lines(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     return rows
+
+
+def _from_rows(rows: list[Row], path: Path) -> Dataset:
+    if not rows:
+        raise DataError(f"{path}: no rows")
+    columns = dict.fromkeys(name for row in rows for name in row)
+    try:
+        return Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+    except (pa.ArrowException, TypeError, ValueError) as error:  # ArrowInvalid: a column of two types
+        raise DataError(f"{path}: rows do not fit into one table: {error}") from error
 
 
 def _from_folder(path: Path, split: Split) -> Dataset:
