@@ -159,13 +159,14 @@ class Ranks(Protocol):
 class SampleQueue(Protocol):
     """Bounded queue from the rollout worker to the trainer: back-pressure instead of loss.
 
-    ``put`` waits while the queue is full and returns the depth after it; dropped groups travel
-    through it too (they take no capacity), so the trainer's ledger sees every end in order.
+    ``put`` waits while the queue is full, records ``GroupQueued`` and hands the item over; dropped groups
+    travel through it too (they take no capacity and are not recorded again), so the trainer's ledger
+    sees every end in order.
     """
 
     @property
     def capacity(self) -> int: ...
-    async def put(self, item: RolloutGroup | DroppedGroup) -> int: ...
+    async def put(self, item: RolloutGroup | DroppedGroup) -> None: ...
 
 
 class PromptSource(Protocol):

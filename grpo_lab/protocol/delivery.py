@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from grpo_lab.errors import EngineError, GrpoLabError, SyncError
 from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
 from grpo_lab.ports import Engine, Recorder, WeightSource, WeightTransport
 from grpo_lab.protocol.canary import Canary, Scores, judge
-from grpo_lab.protocol.engine_set import EngineCall, EngineSet, all_or_first_failure
+from grpo_lab.protocol.engine_set import EngineCall, EngineSet
+from grpo_lab.protocol.nursery import run_all
 from grpo_lab.protocol.phase_times import PhaseTimes
 from grpo_lab.protocol.timeouts import Timeouts, bounded
 from grpo_lab.types import Bucket, SyncId
@@ -57,11 +59,8 @@ class Delivery:
         await bounded(
             self._transport.open(self._set.names, self._source.plan), limit_s, "opening the transport"
         )
-        await all_or_first_failure(
-            bounded(self._transport.accept(), limit_s, "waiting for the engines to join the transfer"),
-            *(self._join(engine, sync) for engine in self._set.view),
-            name="handshake",
-        )
+        joins = [(f"join of {engine.name}", self._join(engine, sync)) for engine in self._set.view]
+        await run_all("handshake", [("accept", self._transport.accept()), *joins], limit_s)
 
     async def close(self) -> None:
         await bounded(self._transport.close(), self._limits.close_s, "closing the transport")
@@ -72,7 +71,7 @@ class Delivery:
         try:
             await self._source.begin(sync)
             await self._demand("start", lambda engine: engine.start_update(sync), sync)
-            await bounded(self._move(sync, times), self._limits.transfer_s, f"moving {sync}")
+            await self._move(sync, times)
         except BaseException:
             # The other ranks are still gathering, and would hang in a collective that rank 0 left.
             await drain(self._source)
@@ -135,6 +134,7 @@ class Delivery:
 
     async def _move(self, sync: SyncId, times: PhaseTimes) -> None:
         info = self._transport.update_info(sync)
+        limit_s = self._limits.transfer_s
         clock = asyncio.get_running_loop().time
         sent_at_s = clock()
 
@@ -143,16 +143,11 @@ class Delivery:
             times.add("wire", await self._transport.send(sync, self._published(sync)))
             sent_at_s = clock()
 
-        await all_or_first_failure(
-            send(),
-            *(
-                self._set.one(
-                    "update", lambda member: member.update(sync, info), engine, self._limits.transfer_s, sync
-                )
-                for engine in self._set.view
-            ),
-            name="move",
-        )
+        def update(engine: Engine) -> Coroutine[Any, Any, None]:
+            return self._set.one("update", lambda member: member.update(sync, info), engine, limit_s, sync)
+
+        updates = [(f"update of {engine.name}", update(engine)) for engine in self._set.view]
+        await run_all(f"move {sync}", [("send", send()), *updates], limit_s)
         times.add("verify", clock() - sent_at_s)
 
     async def _published(self, sync: SyncId) -> AsyncIterator[Bucket]:

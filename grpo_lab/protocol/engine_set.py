@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from grpo_lab.errors import EngineRefused, GrpoLabError, SyncError
@@ -109,18 +109,6 @@ class EngineSet:
         for name, error in failures.items():
             if name in suspects:
                 self.fence(name, f"dead: {error}", sync)
-
-
-async def all_or_first_failure(*coroutines: Coroutine[Any, Any, Any], name: str) -> None:
-    """Runs all at once. The first failure cancels the others, in order, and is raised when they ended."""
-    tasks = [asyncio.create_task(item, name=f"{name}-{index}") for index, item in enumerate(coroutines)]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def _health(engine: Engine) -> None:

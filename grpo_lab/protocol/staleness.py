@@ -18,8 +18,9 @@ class GroupBuffer:
     first. Whatever the policy, nothing older than the bound is returned: it is dropped as ``stale``,
     and groups are consumed or dropped whole.
 
-    A dropped group's prompt is acknowledged at once; that of a consumed group is the caller's to
-    acknowledge, when the optimizer step that used it has been applied.
+    A dropped group's prompt is acknowledged at once, except at a shutdown, after which a resumed run
+    takes it up again. That of a consumed group is the caller's to acknowledge, when the optimizer step
+    that used it has been applied.
 
     Args:
         step_of_version: the number of optimizer steps that had been applied to a version's weights.
@@ -52,7 +53,7 @@ class GroupBuffer:
     def add(self, item: RolloutGroup | DroppedGroup) -> None:
         """Takes one item from the queue. A group of an older term ends as ``term_ended``."""
         if isinstance(item, DroppedGroup):
-            if item.term == self._term:
+            if item.term == self._term and item.reason != "shutdown":
                 self._cursor.acknowledge(item.prompt_index)
                 self._end(item.number)
             return
@@ -132,7 +133,8 @@ class GroupBuffer:
     def _drop(self, group: RolloutGroup, reason: DropReason, detail: str) -> None:
         del self._ready[group.number]
         self._emit_drop(group, reason, detail)
-        self._cursor.acknowledge(group.prompt_index)
+        if reason != "shutdown":
+            self._cursor.acknowledge(group.prompt_index)
         self._end(group.number)
 
     def _end(self, number: int) -> None:

@@ -1,0 +1,212 @@
+"""One completion from dispatch to its last token: retries, engine choice, partial continuations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from grpo_lab.errors import EngineError, EngineRefused, EngineUnreachable, PhaseTimeout, WorkerError
+from grpo_lab.events import SampleCompleted, SampleDispatched
+from grpo_lab.ports import Engine, Recorder
+from grpo_lab.protocol.timeouts import bounded
+from grpo_lab.types import Completion, DropReason, GenerateRequest, SamplingParams, VersionSpan
+
+BUSY_STATUSES = frozenset({429, 502, 503, 504})
+STALE_TERM_STATUS = 409
+CONTINUATION_SEED_STRIDE = 1_000_003  # a continued sample must not draw the same random numbers again
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """Bounds of one request.
+
+    Attributes:
+        timeout_s: one answer, including the time that the engine is paused.
+        retries: further tries after a time-out or a 5xx, before the group is given up.
+        retry_delay_s: between tries; also the pace at which an absent engine is looked for.
+        engine_gone_after_s: an engine that refuses connections that long ends the run.
+        max_continuations: how often a sample that pause(abort) cut off is taken up again.
+    """
+
+    timeout_s: float = 60.0
+    retries: int = 2
+    retry_delay_s: float = 0.25
+    engine_gone_after_s: float = 10.0
+    max_continuations: int = 32
+
+
+class SampleLost(Exception):
+    """This sample, and with it its group, ends here. Internal to the worker."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason: DropReason = reason
+        self.detail = detail
+
+
+class SampleRequester:
+    """Sends samples to the least busy engine and brings back whole completions."""
+
+    def __init__(self, engines: Sequence[Engine], settings: RequestSettings, recorder: Recorder) -> None:
+        self._engines = tuple(engines)
+        self._settings = settings
+        self._recorder = recorder
+        self._inflight = {engine.name: 0 for engine in engines}
+        self._tokens = 0
+
+    @property
+    def inflight(self) -> int:
+        return sum(self._inflight.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens received so far: a measure of progress."""
+        return self._tokens
+
+    async def sample(
+        self,
+        sample_id: str,
+        group_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        term: int,
+        version: int,
+    ) -> Completion:
+        """The completion, continued where a pause cut it off. Raises ``SampleLost`` or ``WorkerError``."""
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        engine = self._least_busy()
+        self._recorder.emit(
+            SampleDispatched(
+                term=term,
+                sample=sample_id,
+                group=group_id,
+                engine=engine.name,
+                version=version,
+                request=sample_id,
+            )
+        )
+        parts: list[Completion] = []
+        for continuation in range(self._settings.max_continuations + 1):
+            request = _request(sample_id, prompt, parts, sampling, term, continuation)
+            part = await self._answer(engine, request)
+            parts.append(part)
+            if part.finish_reason != "abort":
+                break
+            engine = self._least_busy()
+        else:
+            raise SampleLost("aborted", f"cut off {len(parts)} times")
+        whole = _join(sample_id, parts)
+        self._emit_completed(whole, group_id, term, loop.time() - started_s)
+        return whole
+
+    async def _answer(self, engine: Engine, request: GenerateRequest) -> Completion:
+        """One answer, within the retries. A refusal of the request itself is final at once."""
+        loop = asyncio.get_running_loop()
+        absent_since_s: float | None = None
+        failures = 0
+        while True:
+            try:
+                completion = await self._ask(engine, request)
+                self._tokens += len(completion.token_ids)
+                return completion
+            except EngineRefused as error:
+                if error.status == STALE_TERM_STATUS:
+                    raise WorkerError(f"{engine.name} serves a newer term: {error}") from error
+                if error.status not in BUSY_STATUSES and error.status < 500:
+                    raise SampleLost("request_refused", str(error)) from error
+                failures += 1
+                last: Exception = error
+            except EngineUnreachable as error:
+                absent_since_s = loop.time() if absent_since_s is None else absent_since_s
+                if loop.time() - absent_since_s >= self._settings.engine_gone_after_s:
+                    raise WorkerError(
+                        f"{engine.name} has been gone for {self._settings.engine_gone_after_s:g} s: {error}"
+                    ) from error
+                last = error
+            except (EngineError, PhaseTimeout) as error:
+                failures += 1
+                last = error
+            if failures > self._settings.retries:
+                raise SampleLost("request_failed", f"{failures} tries: {last}")
+            await asyncio.sleep(self._settings.retry_delay_s)
+            engine = self._least_busy(unless=engine.name)
+
+    async def _ask(self, engine: Engine, request: GenerateRequest) -> Completion:
+        self._inflight[engine.name] += 1
+        try:
+            answer = engine.generate(request)
+            return await bounded(answer, self._settings.timeout_s, f"{request.request_id} on {engine.name}")
+        finally:
+            self._inflight[engine.name] -= 1
+
+    def _least_busy(self, unless: str = "") -> Engine:
+        """Ties go to the first engine, so that the choice depends on nothing but the load."""
+        candidates = [engine for engine in self._engines if engine.name != unless] or list(self._engines)
+        return min(candidates, key=lambda engine: self._inflight[engine.name])
+
+    def _emit_completed(self, whole: Completion, group_id: str, term: int, duration_s: float) -> None:
+        finite = all(-1e30 < logprob < 1e30 for logprob in whole.logprobs)
+        self._recorder.emit(
+            SampleCompleted(
+                term=term,
+                sample=whole.request_id,
+                group=group_id,
+                engine=whole.engine,
+                finish_reason=whole.finish_reason,
+                tokens=len(whole.token_ids),
+                logprobs=len(whole.logprobs),
+                logprobs_finite=finite,
+                spans=tuple((span.term, span.version, span.start, span.end) for span in whole.spans),
+                version_source="engine" if whole.spans else "none",
+                duration_s=duration_s,
+            )
+        )
+
+
+def _request(
+    sample_id: str,
+    prompt: tuple[int, ...],
+    parts: Sequence[Completion],
+    sampling: SamplingParams,
+    term: int,
+    continuation: int,
+) -> GenerateRequest:
+    done = tuple(token for part in parts for token in part.token_ids)
+    seed = None if sampling.seed is None else sampling.seed + continuation * CONTINUATION_SEED_STRIDE
+    rest = replace(
+        sampling,
+        max_tokens=sampling.max_tokens - len(done),
+        min_tokens=max(0, sampling.min_tokens - len(done)),
+        seed=seed,
+    )
+    request_id = f"{sample_id}.c{continuation}" if continuation else sample_id
+    return GenerateRequest(request_id, prompt + done, rest, "rollout", term)
+
+
+def _join(sample_id: str, parts: Sequence[Completion]) -> Completion:
+    """Parts in order as one completion, neighbouring spans of one version merged."""
+    spans: list[VersionSpan] = []
+    offset = 0
+    for part in parts:
+        for span in part.spans:
+            moved = replace(span, start=span.start + offset, end=span.end + offset)
+            last = spans[-1] if spans else None
+            if last is not None and (last.term, last.version, last.kv_version) == (
+                moved.term,
+                moved.version,
+                moved.kv_version,
+            ):
+                spans[-1] = replace(last, end=moved.end)
+            else:
+                spans.append(moved)
+        offset += len(part.token_ids)
+    return Completion(
+        request_id=sample_id,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        finish_reason=parts[-1].finish_reason,
+        spans=tuple(spans),
+        engine=parts[-1].engine,
+    )
