@@ -1,0 +1,96 @@
+// Included by one .cpp per instruction set, inside a namespace of its own, after `Lane` was defined:
+//   struct Lane: the eight accumulators in registers: load(acc), store(acc), stripe(from, secret), scramble()
+//   and copies of one stripe: store_stripe<kStream>(to, from)
+// Loops over elements are plain C++ here; the compiler vectorises them for the instruction set of the file.
+
+template <bool kHash, bool kStream>
+void copy_blocks_as(uint64_t* acc, uint8_t* to, const uint8_t* from, size_t blocks) {
+    Lane lane;
+    if (kHash) lane.load(acc);
+    for (size_t block = 0; block < blocks; ++block) {
+        for (size_t stripe = 0; stripe < 16; ++stripe) {
+            __builtin_prefetch(from + kPrefetchBytes);
+            lane.template copy_stripe<kHash, kStream>(to, from, xxh3::kSecret + 8 * stripe);
+            to += xxh3::kStripe;
+            from += xxh3::kStripe;
+        }
+        if (kHash) lane.scramble();
+    }
+    if (kHash) lane.store(acc);
+}
+
+void copy_blocks(uint64_t* acc, void* to, const void* from, size_t blocks, bool stream) {
+    auto* out = static_cast<uint8_t*>(to);
+    auto* in = static_cast<const uint8_t*>(from);
+    if (acc) stream ? copy_blocks_as<true, true>(acc, out, in, blocks) : copy_blocks_as<true, false>(acc, out, in, blocks);
+    else stream ? copy_blocks_as<false, true>(acc, out, in, blocks) : copy_blocks_as<false, false>(acc, out, in, blocks);
+}
+
+void fold_stripes(uint64_t* acc, const void* from, size_t stripes, size_t secret_offset) {
+    auto* in = static_cast<const uint8_t*>(from);
+    Lane lane;
+    lane.load(acc);
+    for (size_t stripe = 0; stripe < stripes; ++stripe) lane.fold(in + xxh3::kStripe * stripe, xxh3::kSecret + secret_offset + 8 * stripe);
+    lane.store(acc);
+}
+
+void fold_blocks(uint64_t* acc, const void* from, size_t blocks) {
+    auto* in = static_cast<const uint8_t*>(from);
+    Lane lane;
+    lane.load(acc);
+    for (size_t block = 0; block < blocks; ++block, in += xxh3::kBlock) {
+        for (size_t stripe = 0; stripe < 16; ++stripe) {
+            __builtin_prefetch(in + xxh3::kStripe * stripe + kPrefetchBytes);
+            lane.fold(in + xxh3::kStripe * stripe, xxh3::kSecret + 8 * stripe);
+        }
+        lane.scramble();
+    }
+    lane.store(acc);
+}
+
+void copy(void* to, const void* from, size_t bytes, bool stream) {
+    auto* out = static_cast<uint8_t*>(to);
+    auto* in = static_cast<const uint8_t*>(from);
+    if (stream && bytes >= 4096) {
+        const size_t head = (-reinterpret_cast<uintptr_t>(out)) % xxh3::kStripe;
+        memcpy(out, in, head);
+        const size_t blocks = (bytes - head) / xxh3::kBlock;
+        copy_blocks_as<false, true>(nullptr, out + head, in + head, blocks);
+        const size_t done = head + blocks * xxh3::kBlock;
+        memcpy(out + done, in + done, bytes - done);
+        return;
+    }
+    memcpy(out, in, bytes);
+}
+
+template <typename To, typename From>
+void convert_as(void* to, const void* from, size_t count) {
+    auto* __restrict out = static_cast<typename To::bits_type*>(to);
+    auto* __restrict in = static_cast<const typename From::bits_type*>(from);
+    for (size_t i = 0; i < count; ++i) {
+        out[i] = To::encode(From::decode(in[i]));
+    }
+}
+
+template <typename To>
+void convert_to(void* to, Dtype from_dtype, const void* from, size_t count) {
+    switch (from_dtype) {
+        case Dtype::f32: return convert_as<To, Float32>(to, from, count);
+        case Dtype::f16: return convert_as<To, Half>(to, from, count);
+        case Dtype::bf16: return convert_as<To, BFloat16>(to, from, count);
+        case Dtype::e4m3: return convert_as<To, E4M3>(to, from, count);
+        case Dtype::e5m2: return convert_as<To, E5M2>(to, from, count);
+        default: return;  // convertible() was checked when the tensor was bound
+    }
+}
+
+void convert(Dtype to_dtype, void* to, Dtype from_dtype, const void* from, size_t count) {
+    switch (to_dtype) {
+        case Dtype::f32: return convert_to<Float32>(to, from_dtype, from, count);
+        case Dtype::f16: return convert_to<Half>(to, from_dtype, from, count);
+        case Dtype::bf16: return convert_to<BFloat16>(to, from_dtype, from, count);
+        case Dtype::e4m3: return convert_to<E4M3>(to, from_dtype, from, count);
+        case Dtype::e5m2: return convert_to<E5M2>(to, from_dtype, from, count);
+        default: return;
+    }
+}

@@ -1,0 +1,147 @@
+// grpo_lab.packing._packing: the Python face of the packer. It knows no torch: tensors come as addresses, shapes and strides.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <mutex>
+#include <tuple>
+
+#include "packer.h"
+
+namespace py = pybind11;
+using namespace grpo;
+
+namespace {
+
+Dtype dtype_of(int code) {
+    if (code < 0 || code >= kDtypes) throw std::invalid_argument("unknown dtype code " + std::to_string(code));
+    return static_cast<Dtype>(code);
+}
+
+const Kernels& kernels_of(const std::string& name) {
+    const Kernels* kernels = find_kernels(name.c_str());
+    if (!kernels) throw std::invalid_argument("this CPU has no instruction set named '" + name + "'");
+    return *kernels;
+}
+
+py::buffer_info bytes_of(const py::buffer& buffer, bool writable) {
+    py::buffer_info info = buffer.request(writable);
+    const py::ssize_t contiguous = info.itemsize;
+    if (info.ndim != 1 || (info.size > 1 && info.strides[0] != contiguous)) throw std::invalid_argument("the buffer must be one contiguous run of bytes");
+    return info;
+}
+
+size_t size_of(const py::buffer_info& info) { return static_cast<size_t>(info.size) * static_cast<size_t>(info.itemsize); }
+
+// Bound tensors, with the lock that keeps a re-bind and a pack of the same object apart.
+struct BoundViews {
+    BoundViews(std::shared_ptr<Buckets> plan, bool as_target) : buckets(std::move(plan)), views(*buckets), target(as_target) {}
+    std::shared_ptr<Buckets> buckets;
+    Views views;
+    bool target;
+    std::mutex mutex;
+
+    template <typename F>
+    auto locked(F f) {
+        py::gil_scoped_release release;  // never wait for the lock while holding the GIL
+        std::lock_guard<std::mutex> lock(mutex);
+        return f();
+    }
+};
+
+using Addresses = std::tuple<uint64_t, uint64_t, uint64_t>;
+Memory memory_of(const Addresses& a) { return {std::get<0>(a), std::get<1>(a), std::get<2>(a)}; }
+
+void check_bucket(const Buckets& buckets, int64_t bucket, size_t bytes) {
+    if (bucket < 0 || bucket >= buckets.size()) throw std::invalid_argument("no bucket " + std::to_string(bucket) + " in the plan");
+    if (bytes < static_cast<size_t>(buckets.bytes(bucket))) throw std::invalid_argument("the memory is smaller than the bucket");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_packing, m) {
+    m.doc() = "Gather, cast, hash and scatter of tensors, one pass over memory.";
+
+    py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool")
+        .def(py::init<size_t>(), py::arg("threads"))
+        .def_property_readonly("threads", &Pool::threads);
+
+    py::class_<Buckets, std::shared_ptr<Buckets>>(m, "Buckets")
+        .def(py::init([](const std::vector<std::tuple<int, int64_t>>& tensors,
+                         const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>>& pieces, std::vector<int64_t> bucket_bytes) {
+                 std::vector<WireTensor> wire;
+                 for (const auto& [code, count] : tensors) wire.push_back({dtype_of(code), count});
+                 std::vector<Piece> cut;
+                 for (const auto& [tensor, bucket, offset, first, count] : pieces) cut.push_back({tensor, bucket, offset, first, count});
+                 return std::make_shared<Buckets>(std::move(wire), std::move(cut), std::move(bucket_bytes));
+             }),
+             py::arg("tensors"), py::arg("pieces"), py::arg("bucket_bytes"));
+
+    py::class_<BoundViews, std::shared_ptr<BoundViews>>(m, "Views")
+        .def(py::init<std::shared_ptr<Buckets>, bool>(), py::arg("buckets"), py::arg("target"))
+        .def("add",
+             [](BoundViews& self, int64_t tensor, int code, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Addresses memory) {
+                 self.locked([&] { self.views.add(tensor, dtype_of(code), shape, strides, memory_of(memory), self.target); });
+             })
+        .def("clear", [](BoundViews& self) { self.locked([&] { self.views.clear(); }); })
+        .def("moved", [](BoundViews& self, int64_t first, const std::vector<uint64_t>& addresses) {
+                 return self.locked([&] { return self.views.moved(first, addresses); });
+             })
+        .def("move", [](BoundViews& self, int64_t view, Addresses memory) {
+                 self.locked([&] {
+                     if (view < 0 || view >= self.views.size()) throw std::invalid_argument("no such view");
+                     self.views.move(view, memory_of(memory));
+                 });
+             })
+        .def("__len__", [](BoundViews& self) { return self.views.size(); });
+
+    m.def("pack",
+          [](BoundViews& sources, Pool& pool, int64_t bucket, const py::buffer& memory, bool hash, bool stream, const std::string& isa) {
+              if (sources.target) throw std::invalid_argument("these views are targets, not sources");
+              const py::buffer_info info = bytes_of(memory, true);
+              check_bucket(*sources.buckets, bucket, size_of(info));
+              const Mode mode{&kernels_of(isa), hash, stream};
+              return sources.locked([&] { return pack(*sources.buckets, sources.views, pool, bucket, static_cast<uint8_t*>(info.ptr), mode); });
+          },
+          py::arg("sources"), py::arg("pool"), py::arg("bucket"), py::arg("memory"), py::arg("hash"), py::arg("stream"), py::arg("isa") = "auto");
+
+    m.def("unpack",
+          [](BoundViews& targets, Pool& pool, int64_t bucket, const py::buffer& memory, bool stream, const std::string& isa) {
+              if (!targets.target) throw std::invalid_argument("these views are sources, not targets");
+              const py::buffer_info info = bytes_of(memory, false);
+              check_bucket(*targets.buckets, bucket, size_of(info));
+              const Mode mode{&kernels_of(isa), false, stream};
+              targets.locked([&] { unpack(*targets.buckets, targets.views, pool, bucket, static_cast<const uint8_t*>(info.ptr), mode); });
+          },
+          py::arg("targets"), py::arg("pool"), py::arg("bucket"), py::arg("memory"), py::arg("stream"), py::arg("isa") = "auto");
+
+    m.def("hash64",
+          [](const py::buffer& memory, Pool& pool, const std::string& isa) {
+              const py::buffer_info info = bytes_of(memory, false);
+              const Kernels& kernels = kernels_of(isa);
+              py::gil_scoped_release release;
+              return tree_hash(static_cast<const uint8_t*>(info.ptr), size_of(info), pool, kernels);
+          },
+          py::arg("memory"), py::arg("pool"), py::arg("isa") = "auto");
+
+    m.def("copy",
+          [](const py::buffer& to, const py::buffer& from, Pool& pool, const std::string& isa) {
+              const py::buffer_info out = bytes_of(to, true), in = bytes_of(from, false);
+              const size_t bytes = size_of(in), step = size_t{256} << 10;
+              if (size_of(out) < bytes) throw std::invalid_argument("the target is smaller than the source");
+              const Kernels& kernels = kernels_of(isa);
+              py::gil_scoped_release release;
+              pool.run((bytes + step - 1) / step, [&](size_t task, Scratch&) {
+                  const size_t at = task * step;
+                  kernels.copy(static_cast<uint8_t*>(out.ptr) + at, static_cast<const uint8_t*>(in.ptr) + at, std::min(step, bytes - at), true);
+                  kernels.fence();
+              });
+          },
+          py::arg("to"), py::arg("from_"), py::arg("pool"), py::arg("isa") = "auto",
+          "A flat non-temporal copy: the limit that the benchmark compares with.");
+
+    m.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+        return names;
+    });
+}

@@ -1,0 +1,107 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace grpo {
+
+struct Pool::Crew {
+    explicit Crew(size_t threads) : scratches(threads) {
+        for (auto& scratch : scratches) scratch = std::make_unique<Scratch>();
+        try {
+            for (size_t i = 1; i < threads; ++i) workers.emplace_back([this, i] { serve(i); });
+        } catch (...) {
+            stop();
+            throw;
+        }
+    }
+    ~Crew() { stop(); }
+
+    void run(size_t items, const std::function<void(size_t, Scratch&)>& job) {
+        std::lock_guard<std::mutex> turn(callers);
+        if (workers.empty() || items < 2) {
+            for (size_t item = 0; item < items; ++item) job(item, *scratches[0]);
+            return;
+        }
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            work = &job;
+            total = items;
+            next.store(0, std::memory_order_relaxed);
+            busy = workers.size();
+            ++round;
+        }
+        start.notify_all();
+        drain(*scratches[0]);
+        std::unique_lock<std::mutex> lock(mutex);
+        done.wait(lock, [this] { return busy == 0; });
+        work = nullptr;
+    }
+
+    void drain(Scratch& scratch) {
+        for (size_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < total;) (*work)(item, scratch);
+    }
+
+    void serve(size_t index) {
+        uint64_t seen = 0;
+        for (;;) {
+            {
+                std::unique_lock<std::mutex> lock(mutex);
+                start.wait(lock, [&] { return round != seen || stopping; });
+                if (stopping) return;
+                seen = round;
+            }
+            drain(*scratches[index]);
+            std::lock_guard<std::mutex> lock(mutex);
+            if (--busy == 0) done.notify_one();
+        }
+    }
+
+    void stop() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stopping = true;
+        }
+        start.notify_all();
+        for (auto& worker : workers) worker.join();
+        workers.clear();
+    }
+
+    std::vector<std::unique_ptr<Scratch>> scratches;
+    std::vector<std::thread> workers;
+    std::mutex callers, mutex;
+    std::condition_variable start, done;
+    const std::function<void(size_t, Scratch&)>* work = nullptr;
+    std::atomic<size_t> next{0};
+    size_t total = 0, busy = 0;
+    uint64_t round = 0;
+    bool stopping = false;
+};
+
+Pool::Pool(size_t threads) : threads_(threads), owner_pid_(getpid()) {
+    if (threads < 1 || threads > 256) throw std::invalid_argument("threads must be between 1 and 256");
+    crew_ = std::make_unique<Crew>(threads);
+}
+
+Pool::~Pool() {
+    if (owner_pid_ != getpid()) crew_.release();  // the threads are not in this process: nothing to join
+}
+
+size_t Pool::threads() const { return threads_; }
+
+void Pool::run(size_t items, const std::function<void(size_t, Scratch&)>& work) {
+    if (owner_pid_ != getpid()) {
+        crew_.release();  // its locks may have been held at the fork: leave it alone
+        crew_ = std::make_unique<Crew>(threads_);
+        owner_pid_ = getpid();
+    }
+    crew_->run(items, work);
+}
+
+}  // namespace grpo

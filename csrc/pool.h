@@ -1,0 +1,35 @@
+// A few threads that share one counter of work items. The caller takes part, so a pool of one has no thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace grpo {
+
+// Memory of one thread, small enough to stay in its L1 cache.
+struct Scratch {
+    static constexpr size_t kUnit = 8192;             // destination bytes staged at a time
+    alignas(64) uint8_t staged[kUnit];                // as it goes on the wire
+    alignas(64) uint8_t gathered[4 * kUnit];          // as it was in a strided source, before the cast
+};
+
+class Pool {
+  public:
+    explicit Pool(size_t threads);
+    ~Pool();
+    size_t threads() const;
+
+    // Calls work(item, scratch) for each item in [0, items), from all threads, and returns when all are done. `work`
+    // must not throw. Concurrent calls take turns. In a forked child the threads are started again.
+    void run(size_t items, const std::function<void(size_t, Scratch&)>& work);
+
+  private:
+    struct Crew;
+    size_t threads_;
+    std::unique_ptr<Crew> crew_;
+    int64_t owner_pid_;
+};
+
+}  // namespace grpo

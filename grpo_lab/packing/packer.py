@@ -1,0 +1,318 @@
+"""Filling buckets and emptying them.
+
+Sender::
+
+    packer = Packer(plan, slots=2, num_threads=2)
+    packer.bind(dict(model.named_parameters()))
+    for index in range(plan.num_buckets):
+        bucket = packer.pack(index)          # overlaps with sending the bucket before it
+        send(bucket.memory, bucket.hash64)   # valid until the slot is packed again
+
+Receiver::
+
+    unpacker = Unpacker(plan)
+    unpacker.verify(index, memory, hash64)   # BucketCorrupt unless these are the sender's bytes
+    unpacker.unpack(index, memory, staging)
+
+A Packer may be used from several threads, one call at a time; several packers work at once. The 64-bit hash
+finds accidents (a flipped, truncated, swapped or stale bucket), not attackers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from grpo_lab.errors import BucketCorrupt, PackingError
+from grpo_lab.packing.dtypes import DTYPES, dtype_name, dtype_named
+from grpo_lab.packing.native import buckets_of, extension, memory_of
+from grpo_lab.packing.plan import BucketPlan, TensorEntry
+from grpo_lab.packing.ring import allocate_ring, as_bytes, check_ring
+
+if TYPE_CHECKING:
+    import torch
+
+# Below this, the bucket is read again while it is still in the cache, and ordinary stores are faster.
+STREAM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBucket:
+    """A filled slot. ``memory`` is exactly ``nbytes`` long; ``hash64`` is 0 if the packer does not hash."""
+
+    index: int
+    slot: int
+    memory: memoryview
+    nbytes: int
+    hash64: int
+
+
+class Packer:
+    """Packs bound tensors into a ring of slots: gather, cast and hash in one pass over memory.
+
+    `ring` gives foreign memory (shared-memory slots, say), each at least ``plan.max_bucket_nbytes`` long and
+    best aligned to 64 bytes; without it `slots` buffers are allocated and touched once.
+    `isa` forces one of ``instruction_sets()``; the default takes the best that the CPU has.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        *,
+        slots: int = 2,
+        num_threads: int = 1,
+        ring: Sequence[object] | None = None,
+        hash: bool = True,
+        isa: str = "auto",
+    ) -> None:
+        if ring is None and (type(slots) is not int or not 1 <= slots <= 1024):
+            raise PackingError(f"slots is {slots!r}; it must be from 1 to 1024")
+        self.plan = plan
+        self._pool = _pool(num_threads)
+        self._isa = _checked_isa(isa)
+        self._hash = bool(hash)
+        self._ring = (
+            allocate_ring(slots, plan.max_bucket_nbytes)
+            if ring is None
+            else check_ring(ring, plan.max_bucket_nbytes)
+        )
+        self._views = extension.Views(buckets_of(plan), False)
+        self._mapping: Mapping[str, torch.Tensor] = {}
+        self._bound: list[torch.Tensor] = []
+        self._gathered: dict[int, torch.Tensor] = {}
+
+    @property
+    def slots(self) -> int:
+        return len(self._ring)
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the tensors to pack from. They are kept alive and read at each pack, not now.
+
+        Call again after tensors were replaced or reshaped (a tensor whose memory merely moved is noticed by
+        pack). Raises PackingError naming the tensor if one is missing, unknown to the plan, of another shape
+        or dtype, not in host memory, or tied in the plan but no longer tied. A failed bind leaves nothing
+        bound.
+        """
+        self._unbind()
+        for name in tensors:
+            if name not in self.plan.by_name:
+                raise PackingError(f"tensor {name!r} is not in the bucket plan; build a new plan")
+        try:
+            for position, entry in enumerate(self.plan.tensors):
+                tensor = _get(tensors, entry.name)
+                _check_same(entry, tensor, (entry.source_dtype,))
+                _check_ties(entry, tensor, tensors)
+                sharded = _is_sharded(tensor)
+                memory = (0, 0, 0) if sharded else memory_of(tensor, entry.name)
+                strides = entry.strides if sharded else tensor.stride()
+                self._add(position, entry, strides, memory)
+                self._bound.append(tensor)
+        except PackingError:
+            self._unbind()
+            raise
+        self._mapping = tensors
+
+    def pack(self, bucket_index: int, slot: int | None = None) -> PackedBucket:
+        """Fills `slot` (default: the index modulo the number of slots) with the bucket, in any order of
+        buckets.
+
+        Raises PackingError if there is no such bucket or slot, or nothing is bound.
+        """
+        self.plan.check_bucket(bucket_index)
+        if slot is None:
+            slot = bucket_index % len(self._ring)
+        if type(slot) is not int or not 0 <= slot < len(self._ring):
+            raise PackingError(f"no slot {slot!r}: the ring has {len(self._ring)}, counted from 0")
+        self.gather(bucket_index)
+        self._refresh(bucket_index)
+        nbytes = self.plan.bucket_nbytes(bucket_index)
+        memory = self._ring[slot][:nbytes]
+        hash64 = extension.pack(
+            self._views, self._pool, bucket_index, memory, self._hash, nbytes >= STREAM_BYTES, self._isa
+        )
+        return PackedBucket(bucket_index, slot, memory, nbytes, hash64)
+
+    def gather(self, bucket_index: int) -> None:
+        """Gathers the bucket's DTensors, one at a time; pack does so itself.
+
+        A rank that only takes part in the collectives calls this for each bucket in place of pack.
+        """
+        if not self._bound and self.plan.tensors:
+            raise PackingError("no tensors are bound; call bind() before pack()")
+        wanted = self.plan.tensors_of_bucket[bucket_index]
+        for position in [p for p in self._gathered if p not in wanted]:
+            self._views.move(position, (0, 0, 0))
+            del self._gathered[position]
+        for position in wanted:
+            tensor = self._bound[position]
+            if position in self._gathered or not _is_sharded(tensor):
+                continue
+            full = tensor.full_tensor().contiguous()  # type: ignore[attr-defined]
+            self._views.move(position, memory_of(full, self.plan.tensors[position].name))
+            self._gathered[position] = full
+
+    def _add(
+        self, position: int, entry: TensorEntry, strides: Sequence[int], memory: tuple[int, int, int]
+    ) -> None:
+        try:
+            self._views.add(position, DTYPES[entry.source_dtype].code, entry.shape, strides, memory)
+        except ValueError as error:
+            raise PackingError(f"tensor {entry.name!r}: {error}") from None
+
+    def _refresh(self, bucket_index: int) -> None:
+        span = self.plan.tensors_of_bucket[bucket_index]
+        gathered = self._gathered
+        now = [
+            gathered.get(p, t).data_ptr()
+            for p, t in zip(span, self._bound[span.start : span.stop], strict=True)
+        ]
+        if self._views.moved(span.start, now):
+            self.bind(self._mapping)
+            self.gather(bucket_index)
+
+    def _unbind(self) -> None:
+        self._views.clear()
+        self._bound.clear()
+        self._gathered.clear()
+
+
+class Unpacker:
+    """Checks buckets and writes their tensors back."""
+
+    def __init__(self, plan: BucketPlan, *, num_threads: int = 1, isa: str = "auto") -> None:
+        self.plan = plan
+        self._pool = _pool(num_threads)
+        self._isa = _checked_isa(isa)
+        self._buckets = buckets_of(plan)
+
+    def verify(self, bucket_index: int, memory: object, hash64: int) -> None:
+        """Raises BucketCorrupt unless `memory` has the bucket's size and the sender's hash."""
+        data = self._sized(bucket_index, memory)
+        found = extension.hash64(data, self._pool, self._isa)
+        if found != hash64:
+            raise BucketCorrupt(f"bucket {bucket_index}: expected hash {hash64:#018x}, found {found:#018x}")
+
+    def unpack(self, bucket_index: int, memory: object, into: Mapping[str, torch.Tensor]) -> None:
+        """Writes the bucket's tensors into those of `into`, which may be strided views, under any of their
+        names.
+
+        Targets have the wire dtype, or any float dtype if the wire's is one. Where both a tensor and its
+        alias are given, both are written. Raises PackingError naming the tensor that is missing, has another
+        shape or a dtype that does not fit, or whose elements share memory; BucketCorrupt if the size is
+        wrong.
+        """
+        data = self._sized(bucket_index, memory)
+        targets = extension.Views(self._buckets, True)
+        for position in self.plan.tensors_of_bucket[bucket_index]:
+            entry = self.plan.tensors[position]
+            if entry.numel:
+                self._add(targets, position, entry, into)
+        extension.unpack(targets, self._pool, bucket_index, data, data.nbytes >= STREAM_BYTES, self._isa)
+
+    def _add(
+        self, targets: extension.Views, position: int, entry: TensorEntry, into: Mapping[str, torch.Tensor]
+    ) -> None:
+        written: set[tuple[int, tuple[int, ...]]] = set()
+        for name in entry.names:
+            if name not in into:
+                continue
+            tensor = into[name]
+            _check_same(
+                entry,
+                tensor,
+                tuple(DTYPES) if DTYPES[entry.wire_dtype].castable else (entry.wire_dtype,),
+                name,
+            )
+            memory = memory_of(tensor, name)
+            strides = tensor.stride()
+            if (memory[0], strides) in written:
+                continue
+            written.add((memory[0], strides))
+            try:
+                targets.add(
+                    position,
+                    dtype_named(dtype_name(tensor), f"tensor {name!r}").code,
+                    entry.shape,
+                    strides,
+                    memory,
+                )
+            except ValueError as error:
+                raise PackingError(
+                    f"target {name!r} ({dtype_name(tensor)}, sent as {entry.wire_dtype}): {error}"
+                ) from None
+        if not written:
+            raise PackingError(
+                f"no target for tensor {entry.name!r}; give one under one of {', '.join(entry.names)}"
+            )
+
+    def _sized(self, bucket_index: int, memory: object) -> memoryview:
+        expected = self.plan.bucket_nbytes(bucket_index)
+        data = as_bytes(memory, f"bucket {bucket_index}")
+        if data.nbytes != expected:
+            raise BucketCorrupt(f"bucket {bucket_index}: expected {expected} bytes, found {data.nbytes}")
+        return data
+
+
+def hash64(memory: object) -> int:
+    """The hash of a bucket's bytes, as Packer computes it: a tree of XXH3-64 over 64 KiB leaves
+    (``csrc/xxh3.h``).
+    """
+    return extension.hash64(as_bytes(memory, "memory"), extension.Pool(1))
+
+
+def instruction_sets() -> list[str]:
+    """What this CPU can run, best first; the last one is portable C++."""
+    return extension.instruction_sets()
+
+
+def _pool(num_threads: int) -> extension.Pool:
+    if type(num_threads) is not int or not 1 <= num_threads <= 256:
+        raise PackingError(f"num_threads is {num_threads!r}; it must be from 1 to 256")
+    return extension.Pool(num_threads)
+
+
+def _checked_isa(isa: str) -> str:
+    if isa != "auto" and isa not in extension.instruction_sets():
+        raise PackingError(
+            f"isa {isa!r} is not available; this CPU has {', '.join(extension.instruction_sets())}"
+        )
+    return isa
+
+
+def _get(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    try:
+        return tensors[name]
+    except KeyError:
+        raise PackingError(f"tensor {name!r} of the bucket plan was not given") from None
+
+
+def _check_same(entry: TensorEntry, tensor: torch.Tensor, dtypes: tuple[str, ...], name: str = "") -> None:
+    name = name or entry.name
+    if tuple(tensor.shape) != entry.shape:
+        raise PackingError(
+            f"tensor {name!r} has shape {tuple(tensor.shape)}; the bucket plan has {entry.shape}"
+        )
+    if dtype_name(tensor) not in dtypes:
+        raise PackingError(
+            f"tensor {name!r} has dtype {dtype_name(tensor)}; the bucket plan has {' or '.join(dtypes)}"
+        )
+
+
+def _check_ties(entry: TensorEntry, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A tie that was cut would silently send one tensor for two."""
+    for alias in entry.aliases:
+        other = tensors.get(alias)
+        if other is None or other is tensor:
+            continue
+        _check_same(entry, other, (entry.source_dtype,), alias)
+        if _is_sharded(tensor) or _is_sharded(other):
+            tensor, other = tensor.to_local(), other.to_local()  # type: ignore[attr-defined]
+        if other.data_ptr() != tensor.data_ptr() or other.stride() != tensor.stride():
+            raise PackingError(
+                f"tensor {alias!r} was tied to {entry.name!r} and is no more; build a new plan"
+            )
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "full_tensor", None) is not None
