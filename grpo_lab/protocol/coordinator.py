@@ -14,7 +14,8 @@ on a 200 either, but when every engine of the view has loaded it and proved that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from grpo_lab.errors import ConfigError, EngineUnreachable, GrpoLabError, SyncError
@@ -63,7 +64,7 @@ class Coordinator:
 
     Life: ``connect(term, base_version)`` -> ``sync`` any number of times -> ``close``. A second training
     run connects again, with a higher term. ``sync`` may also be taken in its three steps ``pause``,
-    ``transfer``, ``resume``; ``resume`` must then follow whatever the others raised.
+    ``transfer`` and ``resume``; a step that raises has released the engines before.
 
     Raises:
         SyncError: when fewer than ``min_engines`` engines are left.
@@ -86,6 +87,9 @@ class Coordinator:
         self._settings = settings
         self._limits = settings.timeouts
         self._sync = SyncId(0, 0, 0)
+        self._times = PhaseTimes(lambda: 0.0)
+        self._moved = False
+        self._optimizer_step = 0
         self.state = SyncState.DISCONNECTED
         self.committed = 0
 
@@ -115,32 +119,46 @@ class Coordinator:
 
     async def sync(self, optimizer_step: int = 0, weights_changed: bool = True) -> SyncReport:
         """Publishes the source's weights as the next version. All ranks call it together."""
-        times = PhaseTimes(asyncio.get_running_loop().time)
-        await self._begin(optimizer_step, weights_changed)
-        committed = False
-        try:
-            if await self._pause(times) and await self._transfer(times):
+        await self.pause(optimizer_step, weights_changed)
+        await self.transfer()
+        return await self.resume()
+
+    async def pause(self, optimizer_step: int = 0, weights_changed: bool = True) -> None:
+        """First step: no engine of the view generates any more (or the sync is going to be aborted)."""
+        if self.state is not SyncState.RUNNING:
+            raise SyncError(f"sync in state {self.state.value}: connect first, and one sync at a time")
+        self._times = PhaseTimes(asyncio.get_running_loop().time)
+        self._moved = False
+        self._optimizer_step = optimizer_step
+        await self._begin(weights_changed)
+        async with self._released_on_error():
+            await self._pause()
+
+    async def transfer(self) -> bool:
+        """Second step: True when the version moved; False when all are back on the previous one."""
+        async with self._released_on_error():
+            if self.state is SyncState.PAUSED and await self._transfer():
                 await self._probation()
-                self._commit(optimizer_step)
-                committed = True
+                self._commit()
             else:
                 await self._abort()
-            await self._resume(times)
-        except BaseException as error:
-            # Also on cancellation: nobody else would ever resume the engines.
-            self._emit_aborted(f"{type(error).__name__}: {error}", final=True)
-            await self._release()
-            raise
-        phases_s = {**self._source.phases_s(), **times.finish()}
-        self._recorder.emit(
-            SyncEnded(
-                term=self._sync.term,
-                version=self._sync.version,
-                outcome="committed" if committed else "aborted",
-                phases_s=phases_s,
+        return self._moved
+
+    async def resume(self) -> SyncReport:
+        """Last step: every engine of the view generates again."""
+        async with self._released_on_error():
+            await self._resume()
+        phases_s = {**self._source.phases_s(), **self._times.finish()}
+        if self.is_sender:
+            self._recorder.emit(
+                SyncEnded(
+                    term=self._sync.term,
+                    version=self._sync.version,
+                    outcome="committed" if self._moved else "aborted",
+                    phases_s=phases_s,
+                )
             )
-        )
-        return SyncReport(self.committed, committed, phases_s)
+        return SyncReport(self.committed, self._moved, phases_s)
 
     async def close(self) -> None:
         """Resumes whoever is still paused and takes the transfer down. Safe on every path."""
@@ -156,9 +174,7 @@ class Coordinator:
 
     # -- phases, on every rank -----------------------------------------------------------------------
 
-    async def _begin(self, optimizer_step: int, weights_changed: bool) -> None:
-        if self.state is not SyncState.RUNNING:
-            raise SyncError(f"sync in state {self.state.value}: connect first, and one sync at a time")
+    async def _begin(self, weights_changed: bool) -> None:
         self._sync = SyncId(self._sync.term, self.committed + 1, 1)
         await self._delivery.begin_version()
         if self.is_sender:
@@ -171,25 +187,23 @@ class Coordinator:
                     members=self._set.names,
                     pause_mode=self._settings.pause_mode,
                     clear_cache=self._settings.clear_cache,
-                    optimizer_step=optimizer_step,
+                    optimizer_step=self._optimizer_step,
                     weights_changed=weights_changed,
                 )
             )
 
-    async def _pause(self, times: PhaseTimes) -> bool:
+    async def _pause(self) -> None:
         self._enter(SyncState.PAUSING)
         failure: GrpoLabError | None = None
-        with times.measure("pause"):
+        with self._times.measure("pause"):
             if self.is_sender:
                 failure = await self._pause_engines()
-        agreed = await self._agree("pause", failure)
-        if agreed:
+        if await self._agree("pause", failure):
             self._enter(SyncState.PAUSED)
         else:
             self._emit_aborted(f"pause: {failure}", final=True)
-        return agreed
 
-    async def _transfer(self, times: PhaseTimes) -> bool:
+    async def _transfer(self) -> bool:
         """Attempts, always the same weights, until the whole view has proved them or none is left."""
         for attempt in range(1, self._settings.attempts + 1):
             self._sync = SyncId(self._sync.term, self._sync.version, attempt)
@@ -197,7 +211,7 @@ class Coordinator:
             failure: GrpoLabError | None = None
             try:
                 if self.is_sender:
-                    await self._delivery.attempt(self._sync, times)
+                    await self._delivery.attempt(self._sync, self._times)
                 else:
                     await self._source.begin(self._sync)
                     await drain(self._source)
@@ -224,8 +238,9 @@ class Coordinator:
                 failure = error
         await self._require_agreement("probation", failure)
 
-    def _commit(self, optimizer_step: int) -> None:
+    def _commit(self) -> None:
         self.committed = self._sync.version
+        self._moved = True
         if self.is_sender:
             self._recorder.emit(
                 VersionCommitted(
@@ -234,7 +249,7 @@ class Coordinator:
                     attempt=self._sync.attempt,
                     view=self._set.view_number,
                     members=self._set.names,
-                    optimizer_step=optimizer_step,
+                    optimizer_step=self._optimizer_step,
                 )
             )
 
@@ -250,10 +265,10 @@ class Coordinator:
                 failure = error
         await self._require_agreement("abort", failure)
 
-    async def _resume(self, times: PhaseTimes) -> None:
+    async def _resume(self) -> None:
         self._enter(SyncState.RESUMING)
         failure: GrpoLabError | None = None
-        with times.measure("resume"):
+        with self._times.measure("resume"):
             if self.is_sender:
                 try:
                     await self._resume_engines()
@@ -331,6 +346,16 @@ class Coordinator:
         )
         for name, error in failures.items():
             self._set.fence(name, f"could not be resumed: {error}", self._sync)
+
+    @asynccontextmanager
+    async def _released_on_error(self) -> AsyncIterator[None]:
+        """Whatever leaves a step, cancellation included: nobody else would ever resume the engines."""
+        try:
+            yield
+        except BaseException as error:
+            self._emit_aborted(f"{type(error).__name__}: {error}", final=True)
+            await self._release()
+            raise
 
     async def _release(self) -> None:
         """Last resort on an exception: nobody stays paused without being declared fenced."""
