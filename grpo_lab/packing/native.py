@@ -46,6 +46,8 @@ def memory_of(tensor: torch.Tensor, name: str) -> tuple[int, int, int]:
             f"tensor {name!r} is a lazy conjugate or negative view; call resolve_conj() / resolve_neg() first"
         )
     storage = tensor.untyped_storage()
+    if tensor.numel() and not storage.nbytes():
+        raise PackingError(f"tensor {name!r} has no memory behind it (a freed or resharded parameter?)")
     return tensor.data_ptr(), storage.data_ptr(), storage.nbytes()
 
 
