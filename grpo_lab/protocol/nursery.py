@@ -8,6 +8,7 @@ awaits and cancels its children in order of creation and raises one exception: t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,7 +29,7 @@ class Nursery:
         - The first child that fails cancels the block and its siblings, in order of creation. Its
           exception leaves the block; failures of the others are notes on it.
         - An exception of the block itself, or a cancellation from outside, cancels all children first
-          and then leaves the block.
+          and then leaves the block. A child's failure wins over a cancellation, which would hide it.
         - A cancelled child is not a failure.
         - Cancelled children have ``cancel_timeout_s`` to end; one that does not is named in a
           ``PhaseTimeout`` (or in a note on the exception that is already under way).
@@ -100,7 +101,9 @@ class Nursery:
             cancelled_outside |= await self._wait_for_children()
         finally:
             self._parent = None
-        if cancelled_outside and not isinstance(block_error, asyncio.CancelledError):
+        if self._failures and isinstance(block_error, asyncio.CancelledError):
+            block_error = None
+        elif cancelled_outside and block_error is None and not self._failures:
             block_error = asyncio.CancelledError()
         self._raise_one(block_error, exc)
         return own_interrupt
@@ -130,10 +133,8 @@ class Nursery:
         assert self._parent is not None
         if not isinstance(exc, asyncio.CancelledError):
             # The block ended before the cancellation reached it: it is delivered at the next await.
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                pass
         return self._parent.uncancel() > 0
 
     async def _wait_for_children(self) -> bool:
@@ -163,9 +164,8 @@ class Nursery:
     def _timeout_error(self, in_grace: bool) -> PhaseTimeout:
         names = ", ".join(self.running)
         if in_grace:
-            return PhaseTimeout(
-                f"nursery {self.name!r}: {names} did not end within {self.cancel_timeout_s} s of being cancelled"
-            )
+            bound = f"{self.cancel_timeout_s} s of being cancelled"
+            return PhaseTimeout(f"nursery {self.name!r}: {names} did not end within {bound}")
         return PhaseTimeout(f"nursery {self.name!r}: {names} did not end within {self.timeout_s} s")
 
     def _raise_one(self, block_error: BaseException | None, exc: BaseException | None) -> None:

@@ -1,0 +1,1 @@
+"""The simulated world: virtual time, one thread, and a schedule that comes from a tape."""
