@@ -1,0 +1,490 @@
+"""The engine: one task that runs steps, requests that wait for them, and the pauses in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from grpo_lab.engine.block_pool import BlockPool
+from grpo_lab.engine.failures import BadRequest, EngineDead, StaleTerm
+from grpo_lab.engine.policy import Policy
+from grpo_lab.engine.request import FinishReason, Request, Span, StepOutput, WeightIdentity, sample_key
+from grpo_lab.engine.runner import InlineRunner, StepRunner
+from grpo_lab.engine.scheduler import Scheduler, StepPlan
+from grpo_lab.engine.settings import Counters, EngineConfig, RunState
+from grpo_lab.engine.validation import request_problem, sequence_problem
+from grpo_lab.errors import EngineError
+from grpo_lab.events import (
+    CacheCleared,
+    CacheHit,
+    EnginePaused,
+    EngineResumed,
+    ModelStep,
+    RequestAdmitted,
+    RequestFinished,
+    RequestRefused,
+    WeightsActivated,
+    WeightWriteBegan,
+    WeightWriteEnded,
+)
+from grpo_lab.ports import Recorder
+from grpo_lab.types import PauseMode, RequestKind, SamplingParams
+
+StepLatency = Callable[[StepPlan], float]
+Decode = Callable[[Sequence[int]], str]
+
+
+class EngineCore:
+    """Continuous batching over a policy. All methods belong to one event loop.
+
+    A step, a score and a weight switch exclude each other (``_device``), and a pause waits for the step
+    in progress, so nothing that a pause or a switch promises is broken half-way (S7, S16). The loop's
+    clock is the only one that is read; ``latency`` adds seconds to each step where time is simulated.
+
+    A request that arrives while the engine is paused is held until it resumes. A step that raises makes
+    the engine dead: every request fails with ``EngineDead``, and ``health`` says so from then on.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        recorder: Recorder,
+        config: EngineConfig | None = None,
+        runner: StepRunner | None = None,
+        latency: StepLatency | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.policy = policy
+        self.recorder = recorder
+        self.runner: StepRunner = runner or InlineRunner()
+        self.identity = WeightIdentity()
+        self.counters = Counters()
+        self.term = 0
+        pool = BlockPool(policy.num_blocks, self.config.prefix_policy, self.config.prefix_caching)
+        self.scheduler = Scheduler(pool, self.config.max_num_seqs, self.config.max_batched_tokens)
+        self.decode = decode
+        self._latency = latency
+        self._held: deque[Request] = deque()
+        self._state = RunState.RUNNING
+        self._keep_kv = False
+        self._next_step = 1
+        self._stepping = False
+        self._leaving: list[Request] = []
+        self._device = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._changes: list[asyncio.Future[None]] = []
+        self._failure: BaseException | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the step task; needs a running loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name=f"{self.config.name}-steps")
+
+    async def close(self) -> None:
+        """Ends the step task; requests still in flight fail with ``EngineDead``."""
+        if self._failure is None:
+            self._fail(EngineDead(f"{self.config.name} was closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.runner.close()
+
+    def check_alive(self) -> None:
+        """Raises ``EngineDead`` once a step has failed."""
+        if self._failure is not None:
+            raise EngineDead(f"{self.config.name} cannot serve: {self._failure}") from self._failure
+
+    def observe_term(self, term: int, request: str = "") -> None:
+        """Raises ``StaleTerm`` for a message of an older term; 0 means that the sender named none."""
+        if term and term < self.term:
+            detail = f"term {term} is over: this engine has seen term {self.term}"
+            refused = RequestRefused(
+                engine=self.config.name, request=request, status=409, detail=detail, term=term
+            )
+            self.recorder.emit(refused)
+            raise StaleTerm(detail)
+        self.term = max(self.term, term)
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        kind: RequestKind = "rollout",
+        term: int = 0,
+        stop_strings: tuple[str, ...] = (),
+        top_logprobs: int = 0,
+    ) -> Request:
+        """Puts a request into the waiting queue. Raises ``BadRequest``, ``StaleTerm`` or ``EngineDead``."""
+        self.check_alive()
+        self.observe_term(term, request_id)
+        prompt = tuple(prompt_token_ids)
+        problem = request_problem(self.policy, prompt, sampling)
+        if problem:
+            self.recorder.emit(
+                RequestRefused(
+                    engine=self.config.name, request=request_id, status=400, detail=problem, term=term
+                )
+            )
+            raise BadRequest(problem)
+        room = self.policy.max_model_len - len(prompt)
+        loop = asyncio.get_running_loop()
+        eos = () if sampling.ignore_eos else self.policy.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+            done=loop.create_future(),
+            kind=kind,
+            sample_key=sample_key(self.config.seed, request_id, sampling.seed),
+            top_logprobs=top_logprobs,
+            stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            stop_strings=stop_strings,
+            arrival_s=loop.time(),
+        )
+        paused = self._state is not RunState.RUNNING
+        (self._held.append if paused else self.scheduler.add)(request)
+        self._wake.set()
+        self.recorder.emit(
+            RequestAdmitted(
+                engine=self.config.name,
+                request=request_id,
+                request_kind=kind,
+                prompt_tokens=len(prompt),
+                weight_version=self.identity.version,
+                paused=paused,
+                term=self.identity.term,
+            )
+        )
+        return request
+
+    async def wait(self, request: Request) -> Request:
+        """Waits for the request's end; cancelling the wait aborts the request."""
+        try:
+            await request.done
+        except asyncio.CancelledError:
+            self._abort([request])
+            raise
+        return request
+
+    async def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Returns the named requests unfinished, paused or not; unknown ids are ignored."""
+        self.check_alive()
+        names = set(request_ids)
+        known = [r for r in [*self.scheduler.in_flight(), *self._held] if r.request_id in names]
+        self._abort(known)
+        return [request.request_id for request in known]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Teacher forcing under the served weights, also while paused (see ``Policy.score``)."""
+        self.check_alive()
+        for ids in sequences:
+            problem = sequence_problem(self.policy, ids)
+            if problem:
+                raise BadRequest(problem)
+        async with self._device:
+            return await self.runner.run(lambda: self.policy.score(sequences))
+
+    # --- pauses -------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        return self._state is not RunState.RUNNING
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = True, term: int = 0) -> None:
+        """Returns when no step runs any more.
+
+        ``abort`` returns every request, with the tokens it has; ``wait`` lets those in flight finish;
+        ``keep`` freezes them. ``clear_cache`` empties the prefix cache and makes frozen requests compute
+        their KV again after resume; without it KV survives a weight switch, and spans say so.
+
+        A ``wait`` ends early when another pause freezes the engine; after ``keep`` it finds it frozen.
+        """
+        self.check_alive()
+        self.observe_term(term)
+        if mode == "wait" and self._state is not RunState.FROZEN:
+            await self._drain()
+            if self._state is not RunState.DRAINING:
+                return  # resumed or frozen by somebody else meanwhile
+        # Set before waiting for the step in progress, so that no further one begins.
+        self._state = RunState.FROZEN
+        self._announce_change()
+        async with self._device:
+            self.check_alive()
+            if self._state is not RunState.FROZEN:
+                return
+            aborted: list[Request] = []
+            if mode == "abort":
+                aborted = [*self.scheduler.in_flight(), *self._held]
+                self._held.clear()
+                self._abort(aborted)
+            if clear_cache:
+                self._clear_caches()
+            self._keep_kv = not clear_cache
+            self.recorder.emit(
+                EnginePaused(
+                    engine=self.config.name,
+                    mode=mode,
+                    clear_cache=clear_cache,
+                    running=len(self.scheduler.running),
+                    waiting=len(self.scheduler.waiting) + len(self._held),
+                    aborted=tuple(request.request_id for request in aborted),
+                    term=term,
+                )
+            )
+
+    async def resume(self, term: int = 0) -> None:
+        self.check_alive()
+        self.observe_term(term)
+        if self._state is RunState.RUNNING:
+            return
+        self._state = RunState.RUNNING
+        self._keep_kv = False
+        for request in self._held:
+            self.scheduler.add(request)
+        self._held.clear()
+        self.recorder.emit(EngineResumed(engine=self.config.name, term=term))
+        self._wake.set()
+
+    async def _drain(self) -> None:
+        """Waits until the requests now in flight have ended, or the engine is frozen."""
+        self._state = RunState.DRAINING
+        pending = [request.done for request in self.scheduler.in_flight()]
+        while self._state is not RunState.FROZEN and not all(done.done() for done in pending):
+            change = asyncio.get_running_loop().create_future()
+            self._changes.append(change)
+            await change
+        self.check_alive()
+
+    def _announce_change(self) -> None:
+        """Lets every drain look again."""
+        changes, self._changes = self._changes, []
+        for change in changes:
+            if not change.done():
+                change.set_result(None)
+
+    def _clear_caches(self) -> None:
+        used = self.scheduler.pool.num_used
+        self.scheduler.preempt_all()
+        kept = self.scheduler.pool.num_used
+        self.recorder.emit(
+            CacheCleared(engine=self.config.name, cache="kv", cleared_blocks=used - kept, kept_blocks=kept)
+        )
+        self.flush_prefix_cache()
+
+    def flush_prefix_cache(self) -> None:
+        cleared = self.scheduler.pool.flush()
+        self.recorder.emit(CacheCleared(engine=self.config.name, cache="prefix", cleared_blocks=cleared))
+
+    # --- weights ------------------------------------------------------------------------------------
+
+    async def switch_weights(
+        self, identity: WeightIdentity, weights_hash: str, loaded: Callable[[], None]
+    ) -> None:
+        """Makes the policy's staged weights the served ones, between two steps.
+
+        ``loaded`` runs once they are in place, before they are announced as active. KV of older weights
+        is dropped and computed again, unless the pause that holds asked to keep it.
+        """
+        async with self._device:
+            self.check_alive()
+            name, (term, version) = self.config.name, identity.weights
+            self.recorder.emit(WeightWriteBegan(engine=name, term=term, version=version))
+            try:
+                await self.runner.run(self.policy.activate)
+            except Exception as error:
+                self.recorder.emit(WeightWriteEnded(engine=name, term=term, version=version, complete=False))
+                self._fail(error)
+                raise
+            self.recorder.emit(WeightWriteEnded(engine=name, term=term, version=version))
+            self.identity = identity
+            loaded()
+            if not self._keep_kv and self.scheduler.running:
+                self._clear_caches()
+            elif self.config.prefix_policy == "flush":
+                self.flush_prefix_cache()
+            self.recorder.emit(
+                WeightsActivated(
+                    engine=name,
+                    term=term,
+                    version=version,
+                    first_step=self._next_step,
+                    weights_hash=weights_hash,
+                )
+            )
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def _may_step(self) -> bool:
+        return self._state is not RunState.FROZEN and self.scheduler.has_work
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                while not self._may_step():
+                    self._wake.clear()
+                    await self._wake.wait()
+                async with self._device:
+                    if self._may_step():
+                        await self._step()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # a failing step must surface at every waiting request
+            self._fail(error)
+
+    async def _step(self) -> None:
+        loop = asyncio.get_running_loop()
+        began_s, began_seq = loop.time(), self.recorder.next_seq
+        plan = self.scheduler.schedule(self.identity.weights)
+        self._report_hits(plan)
+        if not plan.scheduled:
+            raise EngineError("no waiting request fits into the KV blocks")
+        self._stepping = True
+        try:
+            output = await self.runner.run(lambda: self.policy.step(plan.scheduled))
+            await asyncio.sleep(self._latency(plan) if self._latency else 0)
+        finally:
+            self._stepping = False
+        step, self._next_step = self._next_step, self._next_step + 1
+        finished = self._apply(plan, output, step, loop.time())
+        self.recorder.emit(
+            ModelStep(
+                engine=self.config.name,
+                first_step=step,
+                last_step=step,
+                version=self.identity.version,
+                term=self.identity.term,
+                sequences=len(plan.scheduled),
+                prefill_tokens=plan.prefill_tokens,
+                decode_tokens=plan.decode_tokens,
+                began_seq=began_seq,
+                duration_s=round(loop.time() - began_s, 6),
+            )
+        )
+        self.scheduler.remove([*finished, *self._leaving])
+        self._leaving.clear()
+        for request in finished:
+            self._finish(request)
+
+    def _report_hits(self, plan: StepPlan) -> None:
+        for request, tokens, (_, version) in plan.hits:
+            self.counters.prefix_hits += tokens
+            self.recorder.emit(
+                CacheHit(
+                    engine=self.config.name,
+                    request=request.request_id,
+                    cache="prefix",
+                    content_version=version,
+                    version=self.identity.version,
+                    tokens=tokens,
+                )
+            )
+
+    def _apply(self, plan: StepPlan, output: StepOutput, step: int, now_s: float) -> list[Request]:
+        """Books a step's tokens; returns the requests that it finished."""
+        weights = self.identity.weights
+        finished: list[Request] = []
+        row = 0
+        for item in plan.scheduled:
+            request, samples = item.request, item.samples
+            if request.finish_reason is None:
+                if request.kv_weights is None:
+                    request.kv_weights = weights
+                if request.num_output_tokens == 0:
+                    self.counters.prompt_tokens += item.count
+                    self.counters.prefix_queries += item.count
+                self.scheduler.commit(request, item.count, weights, request.kv_weights == weights)
+                if samples:
+                    self._append(request, output, row, step, now_s)
+                    request.finish_reason = self._ending(request)
+                    if request.finish_reason is not None:
+                        finished.append(request)
+            row += samples
+        self.counters.steps += 1
+        return finished
+
+    def _append(self, request: Request, output: StepOutput, row: int, step: int, now_s: float) -> None:
+        position = request.num_output_tokens
+        request.token_ids.append(output.token_ids[row])
+        request.logprobs.append(output.logprobs[row])
+        if request.top_logprobs:
+            request.top.append(output.top.get(row, []))
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        self.counters.generation_tokens += 1
+        kv = request.kv_weights or self.identity.weights
+        last = request.spans[-1] if request.spans else None
+        if last is not None and last.identity == self.identity and last.kv == kv:
+            last.end, last.last_step = position + 1, step
+        else:
+            request.spans.append(Span(self.identity, position, position + 1, step, step, kv))
+
+    def _ending(self, request: Request) -> FinishReason | None:
+        token, sampling = request.token_ids[-1], request.sampling
+        count = request.num_output_tokens
+        if count >= sampling.min_tokens:
+            if token in request.stop_token_ids:
+                request.stop_reason = None if token in self.policy.eos_token_ids else token
+                return "stop"
+            if request.stop_strings and self.decode is not None:
+                text = self.decode(request.output_token_ids)
+                places = [(text.find(s), s) for s in request.stop_strings if s in text]
+                if places:
+                    place, request.stop_reason = min(places)
+                    request.text = text[:place]
+                    return "stop"
+        return "length" if count >= sampling.max_tokens else None
+
+    def _finish(self, request: Request) -> None:
+        if request.done.done():
+            return
+        reason: FinishReason = request.finish_reason or "abort"
+        self.counters.finished[reason] += 1
+        self.recorder.emit(
+            RequestFinished(
+                engine=self.config.name,
+                request=request.request_id,
+                finish_reason=reason,
+                tokens=request.num_output_tokens,
+                spans=tuple(
+                    (*span.identity.weights, span.start, span.end, span.first_step, span.last_step)
+                    for span in request.spans
+                ),
+                recomputed_tokens=request.recomputed_tokens,
+                kv_version=min((span.kv[1] for span in request.spans), default=None),
+                request_kind=request.kind,
+            )
+        )
+        request.done.set_result(None)
+        self._announce_change()
+
+    def _abort(self, requests: list[Request]) -> None:
+        """Ends requests as aborted at once; their blocks are freed when no step uses them."""
+        live = [request for request in requests if request.finish_reason is None]
+        for request in live:
+            request.finish_reason = "abort"
+        gone = {id(request) for request in live}
+        self._held = deque(request for request in self._held if id(request) not in gone)
+        if self._stepping:
+            self._leaving += live
+        else:
+            self.scheduler.remove(live)
+        for request in live:
+            self._finish(request)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        message = f"{self.config.name} cannot serve: {error}"
+        for request in [*self.scheduler.in_flight(), *self._held]:
+            if not request.done.done():
+                request.done.set_exception(EngineDead(message))
+                request.done.exception()  # a request whose client is gone has nobody to retrieve it
+        self._announce_change()
