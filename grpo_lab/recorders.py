@@ -67,6 +67,16 @@ class ListRecorder:
         self.records.append(record)
 
 
+class NullRecorder(ListRecorder):
+    """Numbers events and keeps none: for runs without a trace."""
+
+    def __init__(self, actor: str) -> None:
+        super().__init__(actor, clock=lambda: 0.0)
+
+    def _store(self, record: Record) -> None:
+        """Nobody asked for it."""
+
+
 class FileRecorder(ListRecorder):
     """Appends records to ``events/<actor>.jsonl``, a line each.
 

@@ -1,0 +1,183 @@
+"""What runs in the rollout worker's process: an asyncio loop around the protocol's worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.transport.engines import connect_engines
+
+from grpo_lab.errors import GrpoLabError
+from grpo_lab.events import GroupQueued
+from grpo_lab.ports import Recorder
+from grpo_lab.protocol.nursery import Nursery
+from grpo_lab.protocol.rollout_worker import RolloutSettings, RolloutWorker
+from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
+from grpo_lab.trainer.dataset import PromptSequence, RewardFunctions
+from grpo_lab.trainer.worker_channel import Message, encode, read_messages
+from grpo_lab.types import CursorState, DroppedGroup, RolloutGroup
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything the worker needs, sent to it once. ``started_s`` is the run's start on this host's clock."""
+
+    term: int
+    version: int
+    cursor: CursorState
+    engine_urls: tuple[str, ...]
+    settings: RolloutSettings
+    queue_capacity: int
+    dataset: Any
+    reward_funcs: tuple[Callable[..., Any], ...]
+    reward_weights: tuple[float, ...] | None
+    reward_timeout_s: float
+    tokenizer: Any
+    chat_template_kwargs: Mapping[str, Any] | None
+    max_prompt_tokens: int | None
+    prompt_seed: int
+    events_dir: str | None
+    started_s: float
+    actor: str = "worker"
+
+
+def worker_main(end: socket.socket, spec: WorkerSpec) -> None:
+    """Entry of the process. Exit code 0 after a stop, 3 after a failure that was reported."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
+    recorder: FileRecorder | NullRecorder
+    if spec.events_dir is None:
+        recorder = NullRecorder(spec.actor)
+    else:
+        recorder = FileRecorder(spec.actor, Path(spec.events_dir), run_clock(spec.started_s))
+    sys.exit(asyncio.run(_main(end, spec, recorder)))
+
+
+async def _main(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int:
+    reader, writer = await asyncio.open_connection(sock=end)
+    send = _Sender(writer, recorder)
+    try:
+        await _serve(reader, send, spec, recorder)
+        send("stopped")
+        return 0
+    except GrpoLabError as error:
+        send("failed", f"{type(error).__name__}: {error}")
+        return error.exit_code
+    except Exception as error:  # whatever it is, the trainer must hear of it
+        send("failed", f"the rollout worker failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(5.0):
+                writer.close()
+                await writer.wait_closed()
+
+
+async def _serve(reader: asyncio.StreamReader, send: _Sender, spec: WorkerSpec, recorder: Recorder) -> None:
+    engines = await connect_engines(spec.engine_urls, recorder)
+    sample_queue = ChannelQueue(spec.queue_capacity, send, recorder)
+    worker = RolloutWorker(
+        engines,
+        PromptSequence(
+            spec.dataset,
+            spec.tokenizer,
+            spec.prompt_seed,
+            spec.cursor,
+            spec.chat_template_kwargs,
+            spec.max_prompt_tokens,
+        ),
+        RewardFunctions(
+            spec.reward_funcs,
+            spec.tokenizer,
+            weights=spec.reward_weights,
+            timeout_s=spec.reward_timeout_s,
+        ),
+        sample_queue,
+        recorder,
+        spec.settings,
+        term=spec.term,
+        version=spec.version,
+        heartbeat=lambda progress, blocked_by: send("beat", (progress, blocked_by)),
+    )
+    try:
+        async with Nursery("worker process", timeout_s=float("inf")) as nursery:
+            listening = nursery.start(_listen(reader, worker, sample_queue, recorder), name="listen")
+            await worker.run()
+            listening.cancel()
+    finally:
+        for engine in engines:
+            await engine.close()
+
+
+async def _listen(
+    reader: asyncio.StreamReader, worker: RolloutWorker, sample_queue: ChannelQueue, recorder: Recorder
+) -> None:
+    """The trainer's wishes. A trainer that is gone needs no more samples."""
+    while messages := await read_messages(reader):
+        for message in messages:
+            recorder.observe(message.cause)
+            if message.kind == "version":
+                worker.update_model_version(message.body)
+            elif message.kind == "taken":
+                sample_queue.taken()
+            elif message.kind == "stop":
+                worker.stop()
+    worker.stop()
+
+
+class _Sender:
+    """Writes messages; the stream's own buffer takes what the trainer does not read yet."""
+
+    def __init__(self, writer: asyncio.StreamWriter, recorder: Recorder) -> None:
+        self._writer = writer
+        self._recorder = recorder
+
+    def __call__(self, kind: Any, body: Any = None) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(encode(Message(kind, body, self._recorder.last_id)))
+
+
+class ChannelQueue:
+    """Port ``SampleQueue``: a group waits here until the trainer has taken enough of those before it."""
+
+    def __init__(self, capacity: int, send: Callable[..., None], recorder: Recorder) -> None:
+        self._capacity = capacity
+        self._send = send
+        self._recorder = recorder
+        self._depth = 0
+        self._room = asyncio.Event()
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    async def put(self, item: RolloutGroup | DroppedGroup) -> None:
+        if isinstance(item, RolloutGroup):
+            while self._depth >= self._capacity:
+                self._room.clear()
+                await self._room.wait()
+            self._depth += 1
+            self._recorder.emit(
+                GroupQueued(term=item.term, group=item.group_id, number=item.number, depth=self._depth)
+            )
+        self._send("item", item)
+
+    def taken(self) -> None:
+        self._depth -= 1
+        self._room.set()
+
+
+def _die_with_parent() -> None:
+    """Linux: SIGKILL this process when its parent ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
