@@ -63,7 +63,7 @@ class SlotBoard:
 
     async def wait_free(self, slot: int, timeout_s: float) -> None:
         """Raises ``TransportTimeout`` naming the members that still read the slot."""
-        await self.wait_until(lambda: self._held[slot] is None, timeout_s, self._blame)
+        await self.wait_until(lambda: self._held[slot] is None, timeout_s, self.blame)
 
     async def wait_all_free(self, timeout_s: float) -> None:
         """Waits until no slot is read any more; the bound holds for each release, not for their sum."""
@@ -90,7 +90,8 @@ class SlotBoard:
         finally:
             self._waiters.remove(waiter)
 
-    def _blame(self) -> str:
+    def blame(self) -> str:
+        """Who still reads what, in words."""
         parts = [
             f"{', '.join(held.readers)} did not release bucket {held.bucket} in slot {slot}"
             for slot, held in enumerate(self._held)

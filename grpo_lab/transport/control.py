@@ -97,9 +97,10 @@ class ControlServer:
 
     async def _greet(self, channel: Channel, sock: socket.socket) -> None:
         try:
+            greeting = await channel.receive_greeting()
             if sock.family == socket.AF_UNIX:
                 require_same_user(sock)
-            member = self._recognise(await channel.receive_greeting())
+            member = self._recognise(greeting)
         except HandshakeError as error:
             await channel.send_greeting({"refused": str(error)})
             raise

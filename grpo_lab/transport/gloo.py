@@ -202,8 +202,8 @@ class GlooTransport(RingTransport):
         """Awaits a gloo call; its failure fails the board, after those who know the member's name."""
         try:
             await call
-        except TransportError as error:
-            session.board.fail(error)
+        except TransportTimeout as error:
+            session.board.fail(TransportTimeout(f"{error}: {session.board.blame()}"))
         except RuntimeError as error:
             await asyncio.sleep(NAMING_GRACE_S)
             session.board.fail(TransportError(f"gloo failed: {first_line(error)}"))
