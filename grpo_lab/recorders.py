@@ -40,6 +40,11 @@ class ListRecorder:
         return self._next_seq
 
     @property
+    def now_s(self) -> float:
+        """Seconds since the run began, on this actor's clock."""
+        return self._clock()
+
+    @property
     def last_id(self) -> str:
         return f"{self.actor}:{self._next_seq - 1}" if self._next_seq else ""
 

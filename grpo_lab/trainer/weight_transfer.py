@@ -76,7 +76,7 @@ class CoordinatedSync:
         )
 
     def connect(self, term: int, base_version: int) -> None:
-        """Waits for the engines and joins them. Raises ``SyncError`` or ``HandshakeError``, in bounded time."""
+        """Waits for the engines and joins them. Raises ``SyncError`` or ``HandshakeError``."""
         self.close()
         self._bridge = bridge = ThreadBridge()
         ranks = make_ranks(bridge, self._settings.sync.timeouts.agree_s)

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from grpo_lab.errors import ConfigError, WorkerDied, WorkerError, WorkerStalled
 from grpo_lab.events import MemberDied, MemberStarted, MemberStopped
 from grpo_lab.ports import Recorder
+from grpo_lab.trainer.protocols import RolloutBuffer
 from grpo_lab.trainer.worker_channel import Decoder, Message, encode
 from grpo_lab.trainer.worker_main import WorkerSpec, worker_main
 from grpo_lab.types import DroppedGroup, RolloutGroup
@@ -48,7 +49,7 @@ class WorkerProcess:
         self._blocked_by = "start-up"
         self._moved_s = 0.0  # when progress was last seen, or the trainer began to wait
         self._waited_until_s = 0.0
-        self.rollout_buffer = self
+        self.rollout_buffer: RolloutBuffer = self
 
     # -- RolloutWorkerProtocol ------------------------------------------------------------------
 

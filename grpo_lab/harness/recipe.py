@@ -1,0 +1,256 @@
+"""A recipe: everything that decides what a run does, as one flat, frozen record."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from grpo_lab.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of ``grpo-lab run``. A value that cannot work is refused before anything is started."""
+
+    name: str = "quickstart"
+    """Name of the run directory."""
+
+    # what is learned
+    task: str = "sort_digits"
+    """A task's name, a JSON Lines file, a local datasets folder, or a hub name (with a network)."""
+    model: str = ""
+    """Model directory or hub name; empty: a tiny model is made, warmed up and cached."""
+    architecture: Literal["llama", "qwen2"] = "llama"
+    """Architecture of the tiny model."""
+    reward: str = ""
+    """module:function of a reward for a task that is a file; empty: the task's own, or exact match."""
+    train_prompts: int = 4096
+    """Prompts generated for a built-in task."""
+    heldout_prompts: int = 512
+    """Held-out prompts of the evaluation before and after; 0: no evaluation."""
+    shuffle_rewards: bool = False
+    """Negative control: rewards are dealt to the wrong completions of each group."""
+
+    # optimisation
+    steps: int = 80
+    """Optimizer steps."""
+    prompts_per_step: int = 32
+    """Groups that one optimizer step consumes."""
+    num_generations: int = 8
+    """Completions of each prompt."""
+    learning_rate: float = 5e-5
+    """Constant after the ramp."""
+    ramp_steps: int = 5
+    """Steps of the linear ramp of the learning rate."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    """How tokens are averaged."""
+    correction: Literal["none", "tis", "clip"] = "tis"
+    """Off-policy correction."""
+    temperature: float = 1.0
+    """Of the sampling."""
+    max_completion_length: int = 0
+    """Most tokens of a completion; 0: what the task's longest answer needs."""
+    token_budget: int = 16_384
+    """Most tokens of one forward-backward pass."""
+
+    # asynchrony
+    max_staleness: int = 1
+    """Bound at consumption in weight versions; 0 is synchronous training."""
+    max_staleness_steps: int | None = None
+    """Bound at consumption in optimizer steps."""
+    staleness_policy: Literal["admission", "window", "drop", "freshest"] = "admission"
+    """Hold prompts back (admission, window), or generate freely and discard (drop, freshest)."""
+    window: int = 1
+    """A finished group may overtake an unfinished one; none is overtaken more than window - 1 times."""
+    weight_sync_steps: int = 1
+    """Optimizer steps between two weight syncs."""
+    max_inflight: int = 256
+    """Completion requests under way at once."""
+    queue_capacity: int = 64
+    """Groups that the queue to the trainer holds."""
+
+    # weight sync
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """What a pause does to running requests."""
+    clear_cache: bool = True
+    """Recompute the KV cache of running requests under the new weights."""
+    transport: Literal["shm", "gloo"] = "shm"
+    """Shared memory, or gloo over loopback."""
+    bucket_bytes: int = 1 << 20
+    """Size of a packed bucket."""
+    sync_attempts: int = 3
+    """Attempts of one sync before the engines that fail it are fenced."""
+    min_engines: int = 1
+    """With fewer serving engines the run ends."""
+    final_sync: bool = False
+    """Sync once more after the last step."""
+
+    # where it runs
+    world: Literal["real", "sim"] = "real"
+    """real processes and time, or the deterministic simulation."""
+    engine: str = "sim"
+    """sim: the simulated vLLM is started here; vllm: a real one; or addresses of running servers."""
+    engines: int = 1
+    """Engines to start."""
+    trainer_ranks: int = 1
+    """Data-parallel trainer processes."""
+    engine_threads: int = 1
+    """CPU threads of each engine."""
+    trainer_threads: int = 1
+    """CPU threads of each trainer rank."""
+    batch_invariant: bool = False
+    """Sample each sequence as if it were alone: exactly repeatable, and slow."""
+    request_timeout: float = 60.0
+    """Seconds for one request to an engine."""
+    heartbeat_stale_after_s: float = 60.0
+    """Seconds without progress after which the rollout worker counts as stalled."""
+    save_steps: int = 0
+    """Save a checkpoint that a run can resume from every so many steps; 0: only the final model."""
+    resume_from: str = ""
+    """Checkpoint directory to go on from."""
+    log_completions: bool = False
+    """Print a table of completions now and then."""
+    strict: bool = False
+    """Stop at the first violated rule instead of finishing the run."""
+    seed: int = 0
+    """Of everything."""
+    out: Path = Path("runs")
+    """Where run directories are made."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(name, value, f"a number from {low} to {high}")
+            if not low <= value <= high:
+                raise ConfigError(name, value, f"a number from {low} to {high}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(name, getattr(self, name), f"one of {', '.join(choices)}")
+        if not self.name or any(character in self.name for character in "/\\\0") or self.name[0] == ".":
+            raise ConfigError("name", self.name, "a plain directory name")
+        if self.engine not in ("sim", "vllm") and not self.engine.startswith(("http://", "https://")):
+            raise ConfigError("engine", self.engine, "sim, vllm or http:// addresses, comma separated")
+        if (self.prompts_per_step * self.num_generations) % self.trainer_ranks:
+            raise ConfigError(
+                "trainer_ranks",
+                self.trainer_ranks,
+                f"a divisor of prompts_per_step * num_generations = "
+                f"{self.prompts_per_step * self.num_generations}",
+            )
+        if self.min_engines > self.engines and not self.engine.startswith("http"):
+            raise ConfigError("min_engines", self.min_engines, f"at most engines = {self.engines}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "out": str(self.out)}
+
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "train_prompts": (1, 10**8),
+    "heldout_prompts": (0, 10**6),
+    "steps": (1, 10**9),
+    "prompts_per_step": (1, 10**6),
+    "num_generations": (2, 10**4),
+    "learning_rate": (0.0, 10.0),
+    "ramp_steps": (0, 10**9),
+    "temperature": (1e-3, 100.0),
+    "max_completion_length": (0, 10**6),
+    "token_budget": (2, 10**9),
+    "max_staleness": (0, 10**6),
+    "window": (1, 10**6),
+    "weight_sync_steps": (1, 10**6),
+    "max_inflight": (2, 10**6),
+    "queue_capacity": (1, 10**6),
+    "bucket_bytes": (4096, 2**40),
+    "sync_attempts": (1, 100),
+    "min_engines": (1, 10**4),
+    "engines": (1, 64),
+    "trainer_ranks": (1, 64),
+    "engine_threads": (1, 1024),
+    "trainer_threads": (1, 1024),
+    "request_timeout": (0.1, 86_400.0),
+    "heartbeat_stale_after_s": (0.1, 86_400.0),
+    "save_steps": (0, 10**9),
+    "seed": (0, 2**32 - 1),
+}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    name: get_args(hint)
+    for name, hint in get_type_hints(Recipe).items()
+    if get_args(hint) and all(isinstance(choice, str) for choice in get_args(hint))
+}
+
+RECIPES: Mapping[str, tuple[str, Recipe]] = {
+    "quickstart": ("sort digits by asynchronous GRPO, two minutes on two cores", Recipe()),
+    "synchronous": (
+        "the same without asynchrony (max_staleness 0): what the overlap is measured against",
+        Recipe(name="synchronous", max_staleness=0),
+    ),
+    "running-sum": (
+        "the second task: running sum modulo 10",
+        Recipe(name="running-sum", task="running_sum", learning_rate=1e-4),
+    ),
+    "smoke": (
+        "a few steps of everything, in seconds",
+        Recipe(name="smoke", steps=3, prompts_per_step=4, num_generations=4, heldout_prompts=32),
+    ),
+}
+
+
+def load_recipe(name_or_file: str) -> Recipe:
+    """A recipe by name, or from a TOML file whose keys are ``Recipe``'s fields.
+
+    A file may start from a named recipe with ``base = "quickstart"``. Raises ``ConfigError`` for an unknown
+    recipe or field, and says which are close.
+    """
+    if name_or_file in RECIPES:
+        return RECIPES[name_or_file][1]
+    path = Path(name_or_file)
+    if path.suffix != ".toml":
+        raise ConfigError(
+            "recipe",
+            name_or_file,
+            f"one of {', '.join(RECIPES)}, or a .toml file{_close(name_or_file, RECIPES)}",
+        )
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("recipe", name_or_file, f"a readable file ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("recipe", name_or_file, f"valid TOML ({error})") from error
+    base = load_recipe(str(values.pop("base", "quickstart")))
+    return recipe_with({"name": path.stem, **values}, base)
+
+
+def recipe_with(values: Mapping[str, Any], base: Recipe) -> Recipe:
+    """``base`` with other values; each must be a field and of its type."""
+    hints = get_type_hints(Recipe)
+    for name, value in values.items():
+        if name not in hints:
+            raise ConfigError(
+                name, value, f"a field of Recipe{_close(name, hints)}", "See grpo-lab run --help"
+            )
+        _check_type(name, value, getattr(base, name))
+    converted: dict[str, Any] = {k: Path(v) if k == "out" else v for k, v in values.items()}
+    return dataclasses.replace(base, **converted)
+
+
+def _check_type(name: str, value: Any, like: Any) -> None:
+    if like is None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(name, value, "an integer")
+        return
+    kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+    allowed = kinds.get(type(like), (str, Path))
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise ConfigError(name, value, f"a value of type {type(like).__name__}")
+
+
+def _close(name: str, names: Mapping[str, Any]) -> str:
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f". Did you mean {matches[0]!r}?" if matches else ""
