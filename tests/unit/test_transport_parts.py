@@ -185,6 +185,19 @@ def test_only_segments_of_dead_processes_are_swept(tmp_path):
     assert sweep_stale_segments(tmp_path / "missing") == []
 
 
+def test_opening_sweeps_what_a_kill_between_create_and_unlink_left(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / f"grpo_lab_{child.pid}_ab12").write_bytes(b"left")
+
+    async def scenario():
+        transport = await opened(directory=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        await transport.close()
+
+    asyncio.run(scenario())
+
+
 # --- geometry and configuration ---------------------------------------------------------------------
 
 
