@@ -65,7 +65,8 @@ def tis(logp: Tensor, behaviour: Tensor, advantage: Tensor, settings: Correction
 def clip(logp: Tensor, behaviour: Tensor, advantage: Tensor, settings: CorrectionSettings) -> Surrogate:
     """PPO's clipped ratio on the behaviour policy: ``min(r A, clip(r, 1 - eps, 1 + eps_high) A)``.
 
-    ``r = pi / mu``. Schulman et al. 2017 (arXiv 1707.06347, equation 7), with the upper bound apart as in DAPO
+    ``r = pi / mu``. Schulman et al. 2017 (arXiv 1707.06347, equation 7), with the upper bound apart as in
+    DAPO
     (arXiv 2503.14476, equation 10).
     """
     ratio = torch.exp(logp - behaviour)

@@ -28,7 +28,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """``optimizer_step`` counts applied steps; ``cursor`` holds the prompts that those consumed, and lost ones.
+    """``optimizer_step`` counts applied steps; ``cursor`` holds prompts that they consumed, and lost ones.
 
     ``version`` is the last committed one of ``term``; a run that resumes publishes ``version + 1`` in a
     higher term. ``weights_hash`` is that of the saved parameters.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 # ruff: noqa: RUF009 - setting() is dataclasses.field() with a rule
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +151,7 @@ class AsyncGRPOConfig(TrainingArguments):
     final_sync: bool = setting(False, Flag(), "Sync once more after the last step, if it ended normally.")
     pause_mode: str = setting("keep", Choice("keep", "wait", "abort"), "What a pause does to requests.")
     clear_cache: bool = setting(True, Flag(), "Recompute the KV cache under the new weights.")
-    sync_scope: str = setting("global", Choice("global", "rolling"), "Pause all engines, or one by one.")
+    sync_scope: str = setting("global", Choice("global"), "All engines pause and switch together.")
     sync_attempts: int = setting(3, Integer(1, 100), "Attempts of one sync before engines are fenced.")
     min_engines: int = setting(1, Integer(1), "Fewer serving engines than this end the run.")
     weight_transport: str = setting("shm", Choice("shm", "gloo"), "Shared memory (one host), or gloo.")
