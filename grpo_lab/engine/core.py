@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from grpo_lab.engine.block_pool import BlockPool
 from grpo_lab.engine.failures import BadRequest, EngineDead, StaleTerm
@@ -33,6 +34,7 @@ from grpo_lab.ports import Recorder
 from grpo_lab.types import PauseMode, RequestKind, SamplingParams
 
 StepLatency = Callable[[StepPlan], float]
+T = TypeVar("T")
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -169,11 +171,19 @@ class EngineCore:
     async def wait(self, request: Request) -> Request:
         """Waits for the request's end; cancelling the wait aborts the request."""
         try:
-            await request.done
+            await asyncio.shield(request.done)
         except asyncio.CancelledError:
             self._abort([request])
             raise
         return request
+
+    def cancel(self, requests: list[Request]) -> None:
+        """Aborts those of the requests that have not ended: nobody waits for them any more."""
+        self._abort(requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self._held)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Returns the named requests unfinished, paused or not; unknown ids are ignored."""
@@ -183,6 +193,19 @@ class EngineCore:
         self._abort(known)
         return [request.request_id for request in known]
 
+    async def abort_all(self) -> list[str]:
+        """Returns every request unfinished; does not pause."""
+        self.check_alive()
+        live = [*self.scheduler.in_flight(), *self._held]
+        self._abort(live)
+        return [request.request_id for request in live]
+
+    async def exclusively(self, function: Callable[[], T]) -> T:
+        """Runs a blocking function while no step runs and no weight changes."""
+        self.check_alive()
+        async with self._device:
+            return await self.runner.run(function)
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Teacher forcing under the served weights, also while paused (see ``Policy.score``)."""
         self.check_alive()
@@ -190,8 +213,7 @@ class EngineCore:
             problem = sequence_problem(self.policy, ids)
             if problem:
                 raise BadRequest(problem)
-        async with self._device:
-            return await self.runner.run(lambda: self.policy.score(sequences))
+        return await self.exclusively(lambda: self.policy.score(sequences))
 
     # --- pauses -------------------------------------------------------------------------------------
 

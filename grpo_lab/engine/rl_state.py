@@ -44,6 +44,7 @@ class Session:
     """One update from start to finish. ``hashes[i]`` is that of bucket i once it was accepted."""
 
     sync: SyncId | None
+    plan_digest: str = ""
     hashes: dict[int, int] = field(default_factory=dict)
     receiving: asyncio.Task[None] | None = None
     received: bool = False
@@ -87,6 +88,9 @@ class RlState:
                 f"Invalid init_info: backend={backend!r}; this engine has {sorted(self._receivers)}"
             )
         plan = checked_plan(info, self.core.policy)
+        session = self._session
+        if session is not None and session.receiving is not None and not session.receiving.done():
+            await self._drop("the transfer was joined again")
         await self._close_receiver()
         receiver = factory()
         try:
@@ -97,7 +101,7 @@ class RlState:
         self._receiver, self._plan, self._unpacker = receiver, plan, Unpacker(plan)
 
     async def start(self, sync: SyncId | None, term: int = 0) -> None:
-        """Opens a session. Raises ``UpdateError`` while another one of the same or a newer identity is open."""
+        """Opens a session. Raises ``UpdateError`` while one of the same or a newer identity is open."""
         self.core.check_alive()
         self.core.observe_term(sync.term if sync else term)
         session = self._session
@@ -141,7 +145,7 @@ class RlState:
             raise
 
     async def finish(self, label: str | None, sync: SyncId | None = None, term: int = 0) -> None:
-        """Switches to the staged weights. Raises ``UpdateError``, closing the session, if they are not whole."""
+        """Switches to the staged weights; if they are not whole, closes the session with ``UpdateError``."""
         async with self._finishing:
             self.core.check_alive()
             sync = sync or _parsed(label)
@@ -200,6 +204,7 @@ class RlState:
         assert sync is not None
         if self._receiver is None or plan is None:
             raise UpdateError("weight transfer not initialized. Call init_weight_transfer_engine first.")
+        session.plan_digest = plan.digest()
         declared = info.get("num_buckets", plan.num_buckets)
         if declared != plan.num_buckets:
             raise HandshakeError(f"update_info names {declared} buckets, the plan has {plan.num_buckets}")
@@ -255,11 +260,10 @@ class RlState:
         return ""
 
     async def _switch(self, session: Session) -> None:
-        sync, plan = session.sync, self._plan
+        sync = session.sync
         assert sync is not None
-        assert plan is not None
-        digest = hashlib.blake2b(plan.digest().encode(), digest_size=16)
-        for index in range(plan.num_buckets):
+        digest = hashlib.blake2b(session.plan_digest.encode(), digest_size=16)
+        for index in sorted(session.hashes):
             digest.update(session.hashes[index].to_bytes(8, "little"))
 
         def loaded() -> None:
@@ -268,7 +272,7 @@ class RlState:
                     engine=self.core.config.name,
                     **_fields(sync),
                     hashes_verified=True,
-                    buckets=plan.num_buckets,
+                    buckets=len(session.hashes),
                     weights_hash=digest.hexdigest(),
                 )
             )

@@ -1,0 +1,188 @@
+"""JSON in and out as vLLM has it: error bodies, validation messages, headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from grpo_lab.errors import EngineError
+from grpo_lab.types import SyncId
+
+CAUSE_HEADER = "x-grpo-lab-cause"
+TERM_HEADER = "x-grpo-lab-term"
+SYNC_HEADER = "x-grpo-lab-sync"
+KIND_HEADER = "x-grpo-lab-kind"
+REQUEST_ID_HEADER = "x-request-id"
+
+_TYPES = {400: "Bad Request", 401: "Unauthorized", 404: "NotFoundError", 409: "ConflictError"}
+_MISSING = object()
+
+
+class ApiError(EngineError):
+    """An error answer in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def response(self) -> Response:
+        kind = _TYPES.get(self.status, "InternalServerError")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
+        return answer({"error": error}, self.status)
+
+
+def answer(data: Any, status: int = 200) -> Response:
+    """A JSON response. A NaN or infinity among the numbers is a 400, as in vLLM."""
+    try:
+        body = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ApiError(400, "Out of range float values are not JSON compliant") from error
+    return Response(body.encode("utf-8", "replace"), status, media_type="application/json")
+
+
+def worker_error(message: str) -> ApiError:
+    """A 500 in the words in which vLLM passes a worker's exception on."""
+    return ApiError(
+        500,
+        f"Call to collective_rpc method failed: Worker failed with error '{message}', "
+        "please check the stack trace above for the root cause",
+    )
+
+
+def invalid(kind: str, loc: str, message: str, value: Any, context: str = "") -> ApiError:
+    """A 400 with one validation error in pydantic's words, as vLLM prints them."""
+    extra = f", 'ctx': {{{context}}}" if context else ""
+    text = (
+        f"1 validation error:\n  {{'type': {kind!r}, 'loc': {loc!r}, 'msg': {message!r}, "
+        f"'input': {_shown(value)!r}{extra}}}"
+    )
+    return ApiError(400, text, loc)
+
+
+async def read_body(http: HttpRequest, required: bool = True) -> Fields:
+    """The request's JSON object; an empty body counts as ``{}`` and fails at its first required field."""
+    raw = await http.body()
+    if not raw:
+        return Fields({})
+    try:
+        data = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        place = error.pos if isinstance(error, json.JSONDecodeError) else 0
+        raise invalid(
+            "json_invalid", f"body.{place}", "JSON decode error", {}, f"'error': {reason!r}"
+        ) from error
+    if data is None and not required:
+        return Fields({})
+    if not isinstance(data, dict):
+        raise invalid("model_attributes_type", "body", "Input should be a valid dictionary", data)
+    return Fields(data)
+
+
+class Fields:
+    """Typed access to a JSON object. A field that is missing or of another type is a 400 that names it."""
+
+    def __init__(self, data: Mapping[str, Any], where: str = "body") -> None:
+        self.data, self.where = data, where
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.data.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise invalid("missing", f"{self.where}.{name}", "Field required", None)
+            return default
+        return value
+
+    def text(self, name: str, default: Any = _MISSING) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str) and value is not default:
+            raise invalid("string_type", f"{self.where}.{name}", "Input should be a valid string", value)
+        return value
+
+    def integer(self, name: str, default: Any = _MISSING) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if type(value) is not int:
+            raise invalid("int_parsing", f"{self.where}.{name}", "Input should be a valid integer", value)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid("float_parsing", f"{self.where}.{name}", "Input should be a valid number", value)
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise invalid("bool_parsing", f"{self.where}.{name}", "Input should be a valid boolean", value)
+        return value
+
+    def object(self, name: str, default: Any = _MISSING) -> dict[str, Any]:
+        value = self._get(name, default)
+        if not isinstance(value, dict):
+            raise invalid("dict_type", f"{self.where}.{name}", "Input should be a valid dictionary", value)
+        return value
+
+    def token_ids(self, name: str, default: Any = _MISSING) -> tuple[int, ...]:
+        value = self._get(name, default)
+        if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
+            raise invalid("list_type", f"{self.where}.{name}", "Input should be a list of token ids", value)
+        return tuple(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._get(name, [])
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise invalid("list_type", f"{self.where}.{name}", "Input should be a list of strings", value)
+        return tuple(value)
+
+
+def choice(value: str, loc: str, allowed: tuple[str, ...]) -> str:
+    """``value`` if it is allowed, else the 400 of a pydantic literal."""
+    if value in allowed:
+        return value
+    listed = ", ".join(repr(name) for name in allowed[:-1]) + f" or {allowed[-1]!r}"
+    raise invalid("literal_error", loc, f"Input should be {listed}", value, f"'expected': {listed!r}")
+
+
+def query_flag(http: HttpRequest, name: str, default: bool) -> bool:
+    text = http.query_params.get(name)
+    if text is None:
+        return default
+    words = {"true": True, "1": True, "on": True, "yes": True, "t": True, "y": True}
+    words |= {"false": False, "0": False, "off": False, "no": False, "f": False, "n": False}
+    if text.lower() not in words:
+        message = "Input should be a valid boolean, unable to interpret input"
+        raise invalid("bool_parsing", f"query.{name}", message, text)
+    return words[text.lower()]
+
+
+def term_of(http: HttpRequest) -> int:
+    text = http.headers.get(TERM_HEADER, "0")
+    if not text.isdecimal():
+        raise ApiError(400, f"header {TERM_HEADER}: {text[:40]!r} is not a term", TERM_HEADER)
+    return int(text)
+
+
+def sync_of(http: HttpRequest) -> SyncId | None:
+    text = http.headers.get(SYNC_HEADER)
+    if text is None:
+        return None
+    try:
+        return SyncId.parse(text)
+    except ValueError as error:
+        raise ApiError(400, f"header {SYNC_HEADER}: {error}", SYNC_HEADER) from error
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    return str(value)[:200]
