@@ -244,11 +244,8 @@ class VirtualLoop(NoIoLoop):
                 continue
             self.callbacks += 1
             if self.callbacks > self.max_callbacks:
-                raise SimulationBoundExceeded(
-                    f"{self.callbacks} callbacks ran by virtual second {self._now_s:.6g}, more than "
-                    f"max_callbacks={self.max_callbacks}: a livelock, or raise the bound. Tasks:\n"
-                    + self.describe_tasks()
-                )
+                ready.appendleft(handle)  # it is not lost: a shutdown may follow
+                raise self._livelock()
             try:
                 handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
             except (SystemExit, KeyboardInterrupt):
@@ -329,6 +326,13 @@ class VirtualLoop(NoIoLoop):
         return Deadlock(
             f"deadlock at virtual second {self._now_s:.6g}: nothing is ready, no timer is set, and the main "
             f"task has not ended. Tasks:\n{self.describe_tasks()}"
+        )
+
+    def _livelock(self) -> SimulationBoundExceeded:
+        return SimulationBoundExceeded(
+            f"{self.max_callbacks} callbacks ran by virtual second {self._now_s:.6g}, and more are ready: "
+            f"max_callbacks={self.max_callbacks} met a livelock, or must be raised. Tasks:\n"
+            + self.describe_tasks()
         )
 
     # Exceptions
@@ -437,7 +441,8 @@ async def _all_ended(tasks: list[asyncio.Task[Any]]) -> None:
 
 
 def _set(ended: asyncio.Future[None], task: asyncio.Task[Any]) -> None:
-    ended.set_result(None)
+    if not ended.done():  # whoever waited may have been cancelled
+        ended.set_result(None)
 
 
 def _notes(error: BaseException) -> list[str]:
