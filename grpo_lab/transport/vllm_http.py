@@ -1,0 +1,345 @@
+"""The ``Engine`` port over HTTP: real vLLM, ``grpo-lab serve``, or an ASGI app in process.
+
+Every status is read, every wait is bounded, and the three ways to fail are told apart: no connection
+(``EngineUnreachable``), no answer in time (``EngineTimeout``), an answer that says no (``EngineRefused``,
+with the server's own words).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from grpo_lab.errors import ConfigError, EngineError, EngineRefused, EngineTimeout, EngineUnreachable
+from grpo_lab.ports import Recorder
+from grpo_lab.types import (
+    Completion,
+    EngineCapabilities,
+    GenerateRequest,
+    JsonDict,
+    PauseMode,
+    SamplingParams,
+    SyncId,
+    VersionSpan,
+)
+
+CAUSE_HEADER = "x-grpo-lab-cause"
+STOCK = EngineCapabilities()
+_NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True)
+class HttpTimeouts:
+    """Seconds. The protocol's own bounds are usually shorter; these hold where there is none.
+
+    Attributes:
+        connect_s: until a connection stands.
+        answer_s: until a control call is answered.
+        pause_s: until a pause is answered (``wait`` drains the running requests).
+        transfer_s: until an update, a finish or a join is answered.
+        generate_s: until a completion is there, pauses included.
+    """
+
+    connect_s: float = 5.0
+    answer_s: float = 30.0
+    pause_s: float = 300.0
+    transfer_s: float = 300.0
+    generate_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if not 0 < value < 86_400:
+                raise ConfigError(item.name, value, "seconds above 0 and below 86,400")
+
+
+class VllmHttpEngine:
+    """One engine behind ``url``; implements ``grpo_lab.ports.Engine``.
+
+    ``await discover()`` once before use: it reads the capabilities (a stock vLLM has none of the lab's
+    routes) and the served model's name. ``transport`` replaces the network, e.g. by
+    ``httpx.ASGITransport(app)``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        recorder: Recorder,
+        timeouts: HttpTimeouts | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError("engine url", url, "http://host:port")
+        self._name = name
+        self._url = url.rstrip("/")
+        self._recorder = recorder
+        self._timeouts = timeouts or HttpTimeouts()
+        self._capabilities = STOCK
+        self._model = ""
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        # No cap on connections: requests that are held by a pause must not block the resume behind them.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self._client = httpx.AsyncClient(
+            base_url=self._url, headers=headers, limits=limits, transport=transport, trust_env=False
+        )
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
+
+    @property
+    def model(self) -> str:
+        """The served model's name, known after ``discover``."""
+        return self._model
+
+    async def discover(self) -> EngineCapabilities:
+        """Reads what the engine can do. Raises as every call does."""
+        models = await self._call("GET", "/v1/models")
+        self._model = str(_field(models, "data", list)[0]["id"])
+        try:
+            known = await self._call("GET", "/grpo_lab/capabilities")
+        except EngineRefused as error:
+            if error.status != _NOT_FOUND:
+                raise
+            self._capabilities = EngineCapabilities(token_versions=await self._has_token_route())
+        else:
+            names = {item.name for item in dataclasses.fields(EngineCapabilities)}
+            self._capabilities = EngineCapabilities(
+                **{key: bool(value) for key, value in known.items() if key in names}
+            )
+        return self._capabilities
+
+    async def health(self) -> None:
+        await self._send("GET", "/health", self._timeouts.answer_s)
+
+    async def world_size(self) -> int:
+        return int(_field(await self._call("GET", "/get_world_size"), "world_size", int))
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, term: int) -> None:
+        query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        await self._call(
+            "POST", "/pause", params=query, headers=_term(term), timeout_s=self._timeouts.pause_s
+        )
+
+    async def resume(self, term: int) -> None:
+        await self._call("POST", "/resume", headers=_term(term))
+
+    async def is_paused(self) -> bool:
+        return bool(_field(await self._call("GET", "/is_paused"), "is_paused", bool))
+
+    async def init_transfer(self, info: JsonDict, term: int) -> None:
+        await self._call(
+            "POST",
+            "/init_weight_transfer_engine",
+            {"init_info": info},
+            headers=_term(term),
+            timeout_s=self._timeouts.transfer_s,
+        )
+
+    async def start_update(self, sync: SyncId) -> None:
+        await self._call("POST", "/start_weight_update", headers=_sync(sync))
+
+    async def update(self, sync: SyncId, info: JsonDict) -> None:
+        await self._call(
+            "POST",
+            "/update_weights",
+            {"update_info": info},
+            headers=_sync(sync),
+            timeout_s=self._timeouts.transfer_s,
+        )
+
+    async def finish_update(self, sync: SyncId) -> None:
+        await self._call(
+            "POST",
+            "/finish_weight_update",
+            {"weight_version": str(sync)},
+            headers=_sync(sync),
+            timeout_s=self._timeouts.transfer_s,
+        )
+
+    async def abandon_update(self, sync: SyncId) -> None:
+        await self._call("POST", "/grpo_lab/abandon_weight_update", {}, headers=_sync(sync))
+
+    async def weight_info(self) -> str:
+        return str(_field(await self._call("GET", "/weight_info"), "weight_version", str))
+
+    async def checksums(self) -> dict[str, str]:
+        body = await self._call("POST", "/weight_checker", {"action": "checksum"})
+        return {str(key): str(value) for key, value in _field(body, "checksums", dict).items()}
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        body = {"sequences": [list(ids) for ids in sequences]}
+        answer = await self._call("POST", "/grpo_lab/score", body, timeout_s=self._timeouts.transfer_s)
+        return [[float(value) for value in row] for row in _field(answer, "logprobs", list)]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if request_ids:  # an empty list would abort everything
+            await self._call("POST", "/abort_requests", {"request_ids": list(request_ids)})
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Token ids in and out; spans are empty where the engine does not report token versions."""
+        headers = {"x-request-id": request.request_id, "x-grpo-lab-kind": request.kind}
+        headers |= _term(request.term)
+        with_versions = self._capabilities.token_versions
+        sampling = _sampling(request.sampling)
+        if with_versions:
+            path = "/inference/v1/generate"
+            body: JsonDict = {"token_ids": list(request.prompt_token_ids), "sampling_params": sampling}
+        else:
+            path = "/v1/completions"
+            body = {"prompt": list(request.prompt_token_ids), "return_token_ids": True, **sampling}
+        if self._model:
+            body["model"] = self._model
+        answer = await self._call("POST", path, body, headers=headers, timeout_s=self._timeouts.generate_s)
+        try:
+            return self._completion(request.request_id, answer["choices"][0], with_versions)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{self._name} answered {path} in another form: {error!r} in {str(answer)[:300]}"
+            ) from error
+
+    def _completion(self, request_id: str, choice: JsonDict, with_versions: bool) -> Completion:
+        tokens = tuple(int(token) for token in choice["token_ids"] or ())
+        logprobs = choice["logprobs"] or {}
+        if with_versions:
+            values = tuple(float(item["logprob"]) for item in logprobs.get("content") or ())
+        else:
+            values = tuple(float(value) for value in logprobs.get("token_logprobs") or ())
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length", "abort"):
+            raise ValueError(f"finish_reason={reason!r}")
+        if len(values) != len(tokens):
+            raise ValueError(f"{len(values)} logprobs for {len(tokens)} tokens")
+        spans = _spans(choice.get("weight_versions") or ())
+        return Completion(request_id, tokens, values, reason, spans, self._name)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    async def _has_token_route(self) -> bool:
+        """An empty body is a 400 where the route exists."""
+        try:
+            await self._call("POST", "/inference/v1/generate", {})
+        except EngineRefused as error:
+            return error.status != _NOT_FOUND
+        return True
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: JsonDict | None = None,
+        *,
+        params: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> JsonDict:
+        limit_s = timeout_s or self._timeouts.answer_s
+        response = await self._send(method, path, limit_s, body, params, headers)
+        try:
+            data = response.json()
+        except ValueError as error:
+            raise EngineError(
+                f"{self._name} answered {path} without JSON: {response.text[:200]!r}"
+            ) from error
+        if not isinstance(data, dict):
+            raise EngineError(f"{self._name} answered {path} with {str(data)[:200]!r}, not an object")
+        return data
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: JsonDict | None = None,
+        params: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        sent = {CAUSE_HEADER: self._recorder.last_id, **(headers or {})}
+        timeout = httpx.Timeout(timeout_s, connect=min(self._timeouts.connect_s, timeout_s))
+        where = f"{method} {path} of {self._name} ({self._url})"
+        try:
+            response = await self._client.request(
+                method, path, json=body, params=params, headers=sent, timeout=timeout
+            )
+        except httpx.ConnectTimeout as error:
+            raise EngineUnreachable(f"{where}: no connection within {timeout.connect:g} s") from error
+        except httpx.TimeoutException as error:
+            raise EngineTimeout(f"{where}: no answer within {timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            raise EngineUnreachable(f"{where}: {error or type(error).__name__}") from error
+        self._observe(response)
+        if not response.is_success:
+            message = f"{where}: HTTP {response.status_code}: {_words(response)}"
+            raise EngineRefused(message, response.status_code, response.text)
+        return response
+
+    def _observe(self, response: httpx.Response) -> None:
+        try:
+            self._recorder.observe(response.headers.get(CAUSE_HEADER, ""))
+        except ValueError:
+            return  # no event id: not one of our engines
+
+
+def _sampling(sampling: SamplingParams) -> JsonDict:
+    params: JsonDict = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_tokens": sampling.min_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": 0,
+    }
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    return params
+
+
+def _spans(rows: Sequence[Any]) -> tuple[VersionSpan, ...]:
+    """Spans whose version is one of ours; the weights from disk ("default") are version 0 of term 0."""
+    spans = []
+    for row in rows:
+        label, start, end = row["version"], int(row["start"]), int(row["end"])
+        sync = None if label == "default" else SyncId.parse(label)
+        term, version = sync.weights if sync is not None else (0, 0)
+        spans.append(VersionSpan(term, version, start, end, row.get("kv_version")))
+    return tuple(spans)
+
+
+def _term(term: int) -> dict[str, str]:
+    return {"x-grpo-lab-term": str(term)} if term else {}
+
+
+def _sync(sync: SyncId) -> dict[str, str]:
+    return {"x-grpo-lab-sync": str(sync), **_term(sync.term)}
+
+
+def _field(body: JsonDict, name: str, kind: type) -> Any:
+    value = body.get(name)
+    if not isinstance(value, kind):
+        raise EngineError(f"the answer has no {kind.__name__} {name!r}: {str(body)[:200]}")
+    return value
+
+
+def _words(response: httpx.Response) -> str:
+    """The server's message, from vLLM's nested or flat error body, or the text."""
+    try:
+        error = response.json().get("error", response.text)
+    except (ValueError, AttributeError):
+        error = response.text
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:1000]
