@@ -39,7 +39,13 @@ class BlockingActor(greenlet.greenlet):  # type: ignore[misc]
     def block(self, awaitable: Awaitable[T]) -> T:
         """Called on the actor's own stack: waits for ``awaitable`` while the loop goes on."""
         assert self.parent is not None
-        _refuse_inference_mode(self.name)
+        if _inference_mode():
+            if isinstance(awaitable, Coroutine):
+                awaitable.close()
+            raise SimulationError(
+                f"{self.name} would wait inside torch.inference_mode(), which would then hold for every "
+                "other actor of this thread: use torch.no_grad() there"
+            )
         result: T = self.parent.switch(awaitable)
         return result
 
@@ -94,13 +100,9 @@ def _set_grad_enabled(enabled: bool) -> None:
         torch._C._set_grad_enabled(enabled)
 
 
-def _refuse_inference_mode(name: str) -> None:
+def _inference_mode() -> bool:
     torch = sys.modules.get("torch")
-    if torch is not None and torch.is_inference_mode_enabled():
-        raise SimulationError(
-            f"{name} would wait inside torch.inference_mode(), which would then hold for every other actor "
-            "of this thread: use torch.no_grad() there"
-        )
+    return torch is not None and torch.is_inference_mode_enabled()
 
 
 def current_actor() -> BlockingActor | None:

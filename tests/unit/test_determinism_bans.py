@@ -1,7 +1,8 @@
 """What would make two runs differ is banned from the code that a simulation runs.
 
 Sets of tasks have an order that depends on addresses, so everything of asyncio that iterates over one
-is banned, unless it is sorted on the spot. Protocol code may also not read a clock, draw a random number or start a thread on its own.
+is banned, unless it is sorted on the spot. Protocol code may also not read a clock, draw a random
+number or start a thread on its own.
 """
 
 import ast
