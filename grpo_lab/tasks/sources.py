@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import httpx
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, DownloadConfig, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 
 from grpo_lab.errors import ConfigError, DataError
 from grpo_lab.tasks.base import Row, Split
 from grpo_lab.tasks.registry import TASKS
 
+_HUB_TIMEOUT_S = 10.0
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
@@ -91,14 +94,28 @@ def _from_folder(path: Path, split: Split) -> Dataset:
 
 
 def _from_hub(name: str, split: Split) -> Dataset:
+    nowhere = f"{name!r} is no task ({', '.join(TASKS)}), no file or folder"
+    if not datasets.config.HF_HUB_OFFLINE:
+        _reach_hub(nowhere)
     try:
-        loaded = load_dataset(name, download_config=DownloadConfig(max_retries=0))
-    except Exception as error:  # no network, no such name, no permission, a broken builder: all end the same
+        loaded = datasets.load_dataset(name)
+    except Exception as error:  # no such name, no permission, a broken builder: all end the same
         raise DataError(
-            f"{name!r} is no task ({', '.join(TASKS)}), no file or folder, and could not be loaded from "
-            f"the hub: {type(error).__name__}: {error}"
+            f"{nowhere}, and could not be loaded from the hub: {type(error).__name__}: {error}"
         ) from error
     return _one_split(loaded, name, split)
+
+
+def _reach_hub(nowhere: str) -> None:
+    """One bounded try: without a network the hub's own retries take half a minute to say so."""
+    hub = datasets.config.HF_ENDPOINT
+    try:
+        httpx.head(hub, timeout=_HUB_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise DataError(
+            f"{nowhere}, and the hub at {hub} cannot be reached: {error}; "
+            "HF_HUB_OFFLINE=1 uses a copy that was downloaded before"
+        ) from error
 
 
 def _one_split(loaded: Any, spec: str, split: Split) -> Dataset:

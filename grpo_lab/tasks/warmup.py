@@ -32,11 +32,12 @@ class WarmupSpec:
 
     Attributes:
         stop_accuracy: greedy development accuracy at which the phase ends; 0 skips the phase.
+            Below about 0.2 too few sampled groups have both right and wrong answers to learn from.
         look_every_steps: steps between two looks at the development split.
         max_steps: without the accuracy after this many steps the phase fails.
     """
 
-    stop_accuracy: float = 0.15
+    stop_accuracy: float = 0.25
     look_every_steps: int = 20
     max_steps: int = 400
     development_rows: int = 256
@@ -56,6 +57,10 @@ class WarmupSpec:
         for field in ("learning_rate", "max_grad_norm"):
             if not getattr(self, field) > 0:
                 raise ConfigError(field, getattr(self, field), "above 0")
+        if not self.weight_decay >= 0:
+            raise ConfigError("weight_decay", self.weight_decay, "at least 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError("betas", self.betas, "two numbers from 0, below 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,13 @@ def test_a_name_that_is_nothing_lists_the_tasks(monkeypatch):
         load_dataset_source("sort_digit")
 
 
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(DataError, match=r"the hub at http://127\.0\.0\.1:9 cannot be reached"):
+        load_dataset_source("org/rows")
+
+
 def test_an_empty_name():
     with pytest.raises(ConfigError, match="dataset"):
         load_dataset_source(" ")
