@@ -105,7 +105,7 @@ def source_commit() -> str:
     root = Path(grpo_lab.__file__).resolve().parent.parent
 
     def git(*words: str) -> str:
-        answer = subprocess.run(
+        answer = subprocess.run(  # noqa: S603 - fixed words
             ["git", "-C", str(root), *words],  # noqa: S607 - git from PATH
             capture_output=True,
             text=True,

@@ -28,6 +28,7 @@ from grpo_lab.protocol.phase_times import PhaseTimes
 from grpo_lab.protocol.timeouts import Timeouts
 from grpo_lab.types import PauseMode, SyncId, SyncState
 
+REPEATED_FAILURES = 2  # attempts of one sync that an engine may fail before the others go on without it
 HEALTH_RETRY_S = 0.2  # between two tries to reach an engine that is still starting
 
 
@@ -310,22 +311,31 @@ class Coordinator:
         try:
             await self._set.fence_dead(self._set.names, self._limits.resume_s, self._sync)
             self._set.require_enough()
+            self._fence_repeaters()
             await self._delivery.close()
             await self._delivery.handshake(self._sync)
         except GrpoLabError as error:
             return error
         return None
 
+    def _fence_repeaters(self) -> None:
+        """One engine that fails attempt after attempt must not keep the others from the new version."""
+        repeaters = [name for name in self._set.names if self._delivery.failures[name] >= REPEATED_FAILURES]
+        if len(self._set.names) - len(repeaters) >= self._settings.min_engines:
+            for name in repeaters:
+                times = self._delivery.failures[name]
+                self._set.fence(name, f"failed {times} attempts of {self._sync}", self._sync)
+
     async def _settle(self) -> bool:
-        """After the last attempt: go on with those who hold the version, if they are enough."""
+        """After the last attempt: go on with those who proved the version, if they are enough."""
         failure: GrpoLabError | None = None
         if self.is_sender:
-            missing = [name for name in self._set.names if name not in self._delivery.loaded]
+            missing = [name for name in self._set.names if name not in self._delivery.proved]
             if len(self._set.names) - len(missing) < self._settings.min_engines:
-                failure = SyncError(f"{self._sync}: not loaded by {', '.join(missing)}")
+                failure = SyncError(f"{self._sync}: not proved by {', '.join(missing)}")
             else:
                 for name in missing:
-                    self._set.fence(name, f"could not load {self._sync}", self._sync)
+                    self._set.fence(name, f"could not load and prove {self._sync}", self._sync)
         return await self._agree("settle", failure)
 
     async def _return_to_previous(self, why: str) -> None:

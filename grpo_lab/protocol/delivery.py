@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator
 
 from grpo_lab.errors import EngineError, GrpoLabError, SyncError
 from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
@@ -21,8 +21,8 @@ class Delivery:
     """Moves the source's weights to every engine of the view, and knows which of them have loaded.
 
     ``started`` says whether the version under way has touched any engine. ``loaded`` holds the names of
-    the engines that acknowledged (or, after a lost reply, admitted to hold) it; any of them may serve it
-    as soon as it is resumed.
+    the engines that acknowledged (or, after a lost reply, admitted to hold) it; any of them would serve
+    it once resumed. ``proved`` holds those of the newest attempt that also proved it.
     """
 
     def __init__(
@@ -44,11 +44,15 @@ class Delivery:
         self._scores_before: Scores | None = None
         self.started = False
         self.loaded: set[str] = set()
+        self.proved: set[str] = set()
+        self.failures: Counter[str] = Counter()
 
     async def begin_version(self) -> None:
         """A new version is under way. On every rank: the canary's own scores are a collective matter."""
         self.started = False
         self.loaded = set()
+        self.proved = set()
+        self.failures.clear()
         if self._canary is not None:
             self._scores_before = self._scores
             self._scores = await self._source.score(self._canary.sequences)
@@ -68,6 +72,7 @@ class Delivery:
     async def attempt(self, sync: SyncId, times: PhaseTimes) -> None:
         """Start, move and verify, finish, prove. Raises the first failure; any engine may be behind it."""
         self.started = True
+        self.proved = set()
         try:
             await self._source.begin(sync)
             await self._demand("start", lambda engine: engine.start_update(sync), sync)
@@ -77,8 +82,10 @@ class Delivery:
             await drain(self._source)
             raise
         with times.measure("load"):
-            await self._finish(sync)
-        await self._prove(sync)
+            failures = await self._finish(sync)
+        failures += await self._prove(sync)
+        if failures:
+            raise failures[0]
 
     async def probation(self, sync: SyncId) -> None:
         """The canary for engines that cannot score while paused. They are resumed for it, and serve
@@ -143,8 +150,12 @@ class Delivery:
             times.add("wire", await self._transport.send(sync, self._published(sync)))
             sent_at_s = clock()
 
-        def update(engine: Engine) -> Coroutine[Any, Any, None]:
-            return self._set.one("update", lambda member: member.update(sync, info), engine, limit_s, sync)
+        async def update(engine: Engine) -> None:
+            try:
+                await self._set.one("update", lambda one: one.update(sync, info), engine, limit_s, sync)
+            except GrpoLabError:
+                self.failures[engine.name] += 1
+                raise
 
         updates = [(f"update of {engine.name}", update(engine)) for engine in self._set.view]
         await run_all(f"move {sync}", [("send", send()), *updates], limit_s)
@@ -172,19 +183,20 @@ class Delivery:
                 )
             yield bucket
 
-    async def _finish(self, sync: SyncId) -> None:
-        failures = await self._set.each(
+    async def _finish(self, sync: SyncId) -> list[GrpoLabError]:
+        answers = await self._set.each(
             "finish", lambda engine: engine.finish_update(sync), self._limits.finish_s, sync
         )
-        refused: list[GrpoLabError] = []
+        failures: list[GrpoLabError] = []
         for engine in self._set.view:
-            error = failures.get(engine.name)
+            error = answers.get(engine.name)
             if error is None or await self._applied_after_all(engine, sync):
                 self.loaded.add(engine.name)
+                self.proved.add(engine.name)
             else:
-                refused.append(error)
-        if refused:
-            raise refused[0]
+                self.failures[engine.name] += 1
+                failures.append(error)
+        return failures
 
     async def _applied_after_all(self, engine: Engine, sync: SyncId) -> bool:
         """The reply to finish may have been lost: what the engine says it holds decides."""
@@ -194,14 +206,22 @@ class Delivery:
             return False
         return info == str(sync)
 
-    async def _prove(self, sync: SyncId) -> None:
+    async def _prove(self, sync: SyncId) -> list[GrpoLabError]:
+        """Hash or structure for who has loaded, then the canary where it can be asked for now."""
+        failures: list[GrpoLabError] = []
         for engine in self._set.view:
-            proof = "hash" if engine.capabilities.hashes else "structure"
-            self._emit_proof(sync, engine.name, proof, "holds")
-        if self._canary is not None:
-            for engine in self._set.view:
-                if engine.capabilities.score_while_paused:
+            if engine.name not in self.proved:
+                continue
+            self._emit_proof(
+                sync, engine.name, "hash" if engine.capabilities.hashes else "structure", "holds"
+            )
+            if self._canary is not None and engine.capabilities.score_while_paused:
+                try:
                     await self._score(sync, engine)
+                except GrpoLabError as error:
+                    self.proved.discard(engine.name)
+                    failures.append(error)
+        return failures
 
     async def _score(self, sync: SyncId, engine: Engine) -> None:
         canary, ours = self._canary, self._scores
@@ -221,7 +241,6 @@ class Delivery:
             tolerance=canary.tolerance,
         )
         if result.outcome == "fails":
-            self.loaded.add(engine.name)
             raise SyncError(
                 f"canary of {engine.name}: logprobs differ by {result.gap:.3g}, tolerance "
                 f"{canary.tolerance:g}: the engine does not hold the published weights"
@@ -229,6 +248,7 @@ class Delivery:
 
     async def _demand(self, call: str, function: EngineCall, sync: SyncId) -> None:
         failures = await self._set.each(call, function, self._limits.transfer_s, sync)
+        self.failures.update(failures.keys())
         if failures:
             raise next(iter(failures.values()))
 

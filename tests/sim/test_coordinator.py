@@ -1,0 +1,242 @@
+"""The coordinator, unmodified, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from coordinator_world import CANARY, Fault, World, make_world
+
+from grpo_lab.errors import SyncError
+from grpo_lab.events import EngineFenced, EngineProved, StateChanged, SyncEnded, VersionCommitted
+from grpo_lab.sim.simulation import SimContext, run_simulation, run_twice
+from grpo_lab.types import SyncState
+
+
+def run(scenario, **options):
+    async def main(context: SimContext):
+        world = make_world(context, **options)
+        await world.coordinator.connect(term=1, base_version=0)
+        await scenario(world)
+        await world.coordinator.close()
+        return world
+
+    return run_twice(main)
+
+
+def of(result, kind):
+    return [record.event for record in result.records if isinstance(record.event, kind)]
+
+
+async def flip_once(member, bucket, transport):
+    """The second bucket of engine-1's first attempt arrives damaged."""
+    if member == "engine-1" and bucket.index == 1 and not getattr(transport, "flipped", False):
+        transport.flipped = True
+        bucket.memory[0] ^= 1
+    return [bucket]
+
+
+def test_three_engines_one_damaged_bucket_one_retry():
+    async def scenario(world: World):
+        report = await world.coordinator.sync()
+        assert report.committed
+        assert report.version == 1
+        assert all(world.holds_current(engine) for engine in world.engines)
+        assert not any(engine.paused for engine in world.engines)
+
+    result = run(scenario, carry=flip_once)
+    (committed,) = of(result, VersionCommitted)
+    assert (committed.version, committed.attempt) == (1, 2)
+    assert committed.members == ("engine-0", "engine-1", "engine-2")
+    assert [event.accepted for event in _received(result, "engine-1", attempt=1)].count(False) == 1
+
+
+def _received(result, engine, attempt):
+    return [
+        record.event
+        for record in result.records
+        if record.event.kind == "bucket_received"
+        and record.event.engine == engine
+        and record.event.attempt == attempt
+    ]
+
+
+def test_states_follow_the_order_of_a_clean_sync():
+    async def scenario(world: World):
+        await world.coordinator.sync()
+
+    after = [event.after for event in of(run(scenario), StateChanged)]
+    assert after == [
+        "running",
+        "pausing",
+        "paused",
+        "transferring",
+        "loaded",
+        "resuming",
+        "running",
+        "disconnected",
+    ]
+
+
+def test_phases_are_measured():
+    async def scenario(world: World):
+        await world.coordinator.sync()
+
+    (ended,) = of(run(scenario), SyncEnded)
+    assert {"pause", "gather", "pack", "wire", "verify", "load", "resume", "total"} <= set(ended.phases_s)
+    assert ended.phases_s["total"] >= ended.phases_s["pause"] + ended.phases_s["resume"] > 0
+
+
+@pytest.mark.parametrize("call", ["pause", "start_update", "update", "finish_update", "resume"])
+def test_a_dead_engine_is_fenced_and_the_rest_commits(call):
+    async def scenario(world: World):
+        world.engines[1].faults.append(Fault(call, "die"))
+        report = await world.coordinator.sync()
+        assert report.committed
+        assert world.coordinator.engines.names == ("engine-0", "engine-2")
+        for index in (0, 2):
+            assert world.holds_current(world.engines[index])
+            assert not world.engines[index].paused
+        world.step()
+        assert (await world.coordinator.sync()).version == 2
+
+    result = run(scenario)
+    assert [event.engine for event in of(result, EngineFenced)] == ["engine-1"]
+
+
+@pytest.mark.parametrize("call", ["start_update", "update", "finish_update"])
+def test_an_engine_that_always_refuses_does_not_keep_the_others_from_the_version(call):
+    async def scenario(world: World):
+        world.engines[1].faults.append(Fault(call, "refuse", times=99))
+        report = await world.coordinator.sync()
+        assert report.committed
+        assert world.coordinator.engines.names == ("engine-0", "engine-2")
+        assert all(world.holds_current(world.engines[index]) for index in (0, 2))
+        assert not any(world.engines[index].paused for index in (0, 2))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("call", ["pause", "start_update", "update"])
+def test_when_everybody_refuses_all_run_on_with_the_previous_version(call):
+    async def scenario(world: World):
+        assert (await world.coordinator.sync()).committed
+        world.step()
+        for engine in world.engines:
+            engine.faults.append(Fault(call, "refuse", times=99))
+        report = await world.coordinator.sync()
+        assert (report.committed, report.version) == (False, 1)
+        assert not any(engine.paused for engine in world.engines)
+        assert all(engine.identity.startswith("t1.v1") for engine in world.engines)
+        for engine in world.engines:
+            engine.faults.clear()
+        report = await world.coordinator.sync()
+        assert (report.committed, report.version) == (True, 2)
+        assert all(world.holds_current(engine) for engine in world.engines)
+
+    run(scenario)
+
+
+def test_a_lost_reply_to_finish_is_settled_by_what_the_engine_holds():
+    async def scenario(world: World):
+        world.engines[2].faults.append(Fault("finish_update", "lose_reply"))
+        report = await world.coordinator.sync()
+        assert (report.committed, report.version) == (True, 1)
+        assert world.engines[2].calls.count("finish_update") == 1
+
+    result = run(scenario)
+    assert [event.attempt for event in of(result, VersionCommitted)] == [1]
+
+
+def test_a_hanging_engine_is_bounded():
+    async def scenario(world: World):
+        world.engines[0].faults.append(Fault("update", "hang", times=99))
+        await world.coordinator.sync()
+
+    result = run(scenario)
+    assert result.virtual_s < 60
+
+
+def test_too_few_engines_end_the_run_with_the_reason_of_each():
+    async def scenario(world: World):
+        for engine in world.engines:
+            engine.faults.append(Fault("update", "die"))
+        with pytest.raises(SyncError, match="engine-0: dead"):
+            await world.coordinator.sync()
+        assert world.coordinator.state is SyncState.FENCED
+
+    result = run(scenario, min_engines=2)
+    assert not of(result, VersionCommitted)
+
+
+def test_cancellation_in_the_middle_leaves_nobody_paused():
+    async def scenario(world: World):
+        world.engines[0].faults.append(Fault("update", "hang"))
+        task = asyncio.create_task(world.coordinator.sync(), name="sync")
+        await asyncio.sleep(1.0)
+        assert all(engine.paused for engine in world.engines)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not any(engine.paused for engine in world.engines)
+        assert world.coordinator.committed == 0
+
+    run(scenario)
+
+
+def test_the_canary_holds_and_sees_an_engine_that_loaded_nothing():
+    async def scenario(world: World):
+        await world.coordinator.sync()
+        world.step()
+        await world.coordinator.sync()
+        world.step()
+        forgetful = world.engines[1]
+        stale = {name: tensor.clone() for name, tensor in forgetful.weights.items()}
+        finish = forgetful.finish_update
+
+        async def finish_without_loading(sync):
+            await finish(sync)
+            forgetful.weights = stale
+
+        forgetful.finish_update = finish_without_loading
+        report = await world.coordinator.sync()
+        assert report.committed
+        assert "engine-1" not in world.coordinator.engines.names
+
+    result = run(scenario, canary=CANARY)
+    outcomes = [event.outcome for event in of(result, EngineProved) if event.proof == "canary"]
+    assert outcomes[:6] == ["inconclusive"] * 3 + ["holds"] * 3
+    assert "fails" in outcomes
+
+
+def test_a_second_sync_at_once_is_refused():
+    async def scenario(world: World):
+        first = asyncio.create_task(world.coordinator.sync(), name="first")
+        await asyncio.sleep(0.005)
+        with pytest.raises(SyncError, match="one sync at a time"):
+            await world.coordinator.sync()
+        assert (await first).version == 1
+
+    run(scenario)
+
+
+def test_versions_continue_after_a_new_term():
+    async def scenario(world: World):
+        await world.coordinator.sync()
+        await world.coordinator.close()
+        await world.coordinator.connect(term=2, base_version=1)
+        assert (await world.coordinator.sync()).version == 2
+        assert world.engines[0].identity == "t2.v2.a1"
+
+    run(scenario)
+
+
+def test_engines_that_still_start_are_waited_for():
+    async def main(context: SimContext):
+        world = make_world(context, engines=1)
+        world.engines[0].alive = False
+        asyncio.get_running_loop().call_later(3.0, setattr, world.engines[0], "alive", True)
+        await world.coordinator.connect(term=1, base_version=0)
+        assert 3.0 <= context.now_s < 4.0
+
+    run_simulation(main)
