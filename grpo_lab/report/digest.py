@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from grpo_lab.events import FaultInjected, MemberDied, Record, RunDeclared, RunEnded
+from grpo_lab.events import (
+    EngineFenced,
+    FaultInjected,
+    MemberDied,
+    Record,
+    RunDeclared,
+    RunEnded,
+    SyncAborted,
+)
 from grpo_lab.report.engine_log import EngineHistory, EngineLog
 from grpo_lab.report.rollout_log import RolloutLog
 from grpo_lab.report.spans import Span, clipped, common, merged, total_s
@@ -81,6 +89,11 @@ class Digest:
             case RunEnded() as event:
                 self.ended = event
             case MemberDied() as event:
-                self.incidents.append((record.t, f"{event.member} died"))
+                self.incidents.append((record.t, f"{event.member} died: {event.detail}"))
+            case EngineFenced() as event:
+                self.incidents.append((record.t, f"{event.engine} fenced: {event.reason}"))
+            case SyncAborted() as event:
+                words = "given up" if event.final else f"attempt {event.attempt} failed"
+                self.incidents.append((record.t, f"sync of v{event.version} {words}: {event.reason}"))
             case FaultInjected() as event:
-                self.incidents.append((record.t, f"{event.fault} {event.target}".strip()))
+                self.incidents.append((record.t, f"fault injected: {event.fault} {event.target}".strip()))

@@ -21,6 +21,8 @@ from grpo_lab.report.style import (
     PURPLE,
     RED,
     SKY,
+    SLATE,
+    WAITING,
     WIDE_IN,
     YELLOW,
     Chart,
@@ -29,13 +31,14 @@ from grpo_lab.report.style import (
     drawing,
     label,
     legend_above,
+    plain_log,
     thinned,
     to_svg,
 )
 from grpo_lab.report.sync_log import PHASES, Sync
 from grpo_lab.report.training_log import Evaluation, Step
 
-PHASE_COLOURS = dict(zip(PHASES, (SKY, YELLOW, ORANGE, BLUE, PURPLE, GREEN, RED), strict=True))
+PHASE_COLOURS = dict(zip(PHASES, (SKY, GREEN, BLUE, PURPLE, YELLOW, ORANGE, SLATE), strict=True))
 MAX_BARS = 150
 
 
@@ -65,47 +68,58 @@ def learning(digest: Digest) -> Chart:
     """Reward and accuracy twice: against optimizer steps and against the clock."""
     title = "Reward and held-out accuracy"
     caption = (
-        "Mean reward of each optimizer step (dots) with its mean over five steps (line), and greedy "
-        "accuracy on held-out prompts that are never trained on."
+        "Above: mean reward of each optimizer step. Below: greedy accuracy on prompts that are never "
+        "trained on. Left against optimizer steps, right against the clock."
     )
     steps = [step for step in digest.training.steps if step.reward_mean is not None]
     evaluations = digest.training.evaluations
     if not steps and not evaluations:
         words = "No optimizer step and no evaluation is in the trace."
         return Chart("learning", title, caption, words=words, wide=True)
-    figure = canvas(WIDE_IN, 3.1)
-    by_step, by_clock = figure.subplots(1, 2, sharey=True)
-    _learning_panel(by_step, steps, evaluations, lambda step: step.step, lambda item: item.step)
-    _learning_panel(by_clock, steps, evaluations, lambda step: step.t, lambda item: item.t)
-    by_step.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    label(by_step, "optimizer step", "reward, accuracy (fraction)")
-    label(by_clock, clock_words(digest), "")
-    legend_above(by_clock)
+    figure = canvas(WIDE_IN, 4.6)
+    (reward_by_step, reward_by_clock), (accuracy_by_step, accuracy_by_clock) = figure.subplots(
+        2, 2, sharex="col", sharey="row"
+    )
+    _reward_panel(reward_by_step, [(step.step, step.reward_mean or 0.0) for step in steps])
+    _reward_panel(reward_by_clock, [(step.t, step.reward_mean or 0.0) for step in steps])
+    _accuracy_panel(accuracy_by_step, evaluations, lambda item: item.step)
+    _accuracy_panel(accuracy_by_clock, evaluations, lambda item: item.t)
+    accuracy_by_step.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    label(reward_by_step, "", "reward")
+    label(accuracy_by_step, "optimizer step", "accuracy (fraction)")
+    label(accuracy_by_clock, clock_words(digest), "")
+    for axes in (reward_by_clock, accuracy_by_clock):
+        if axes.has_data():
+            legend_above(axes)
     return Chart("learning", title, caption, to_svg(figure, "learning"), wide=True)
 
 
-def _learning_panel(
-    axes: Axes,
-    steps: Sequence[Step],
-    evaluations: Sequence[Evaluation],
-    step_x: Callable[[Step], float],
-    evaluation_x: Callable[[Evaluation], float],
+def _reward_panel(axes: Axes, rewards: Sequence[tuple[float, float]]) -> None:
+    if not rewards:
+        axes.text(0.5, 0.5, "no reward in the trace", transform=axes.transAxes, ha="center", color=MUTED)
+        return
+    values = [value for _, value in rewards]
+    around = [values[max(0, i - 2) : i + 3] for i in range(len(values))]
+    means = [(x, sum(near) / len(near)) for (x, _), near in zip(rewards, around, strict=True)]
+    axes.plot(*zip(*thinned(rewards), strict=True), ".", color=SKY, markersize=4, label="a step")
+    axes.plot(*zip(*thinned(means), strict=True), color=BLUE, label="mean of the five steps around it")
+
+
+def _accuracy_panel(
+    axes: Axes, evaluations: Sequence[Evaluation], place: Callable[[Evaluation], float]
 ) -> None:
-    rewards = [(step_x(step), step.reward_mean or 0.0) for step in steps]
-    if rewards:
-        dots = thinned(rewards)
-        axes.plot(*zip(*dots, strict=True), ".", color=SKY, markersize=3.5, label="reward of a step")
-        values = [value for _, value in rewards]
-        window = min(5, len(values))
-        means = [sum(values[i - window : i]) / window for i in range(window, len(values) + 1)]
-        smooth = thinned([(x, mean) for (x, _), mean in zip(rewards[window - 1 :], means, strict=True)])
-        axes.plot(*zip(*smooth, strict=True), color=BLUE, label="mean of 5 steps")
-    markers = iter("osD^v")
+    if not evaluations:
+        axes.text(0.5, 0.5, "no evaluation in the trace", transform=axes.transAxes, ha="center", color=MUTED)
+        return
+    axes.set_ylim(-0.03, 1.03)
     splits = sorted({item.split for item in evaluations}, key=lambda split: (split != "heldout", split))
-    for split, colour in zip(splits, (ORANGE, GREEN, PURPLE, RED, MUTED), strict=False):
-        points = [(evaluation_x(item), item.accuracy) for item in evaluations if item.split == split]
-        axes.plot(*zip(*points, strict=True), color=colour, marker=next(markers), markersize=4.5,
-                  label=f"{'held-out' if split == 'heldout' else split} accuracy")  # fmt: skip
+    looks = zip((ORANGE, GREEN, PURPLE, RED, MUTED), "osD^v", strict=True)
+    for split, (colour, marker) in zip(splits, looks, strict=False):
+        points = [(place(item), item.accuracy) for item in evaluations if item.split == split]
+        name = "held-out" if split == "heldout" else split
+        axes.plot(
+            *zip(*thinned(points), strict=True), color=colour, marker=marker, markersize=4.5, label=name
+        )
 
 
 def staleness(digest: Digest) -> Chart:
@@ -245,7 +259,7 @@ def step_time(digest: Digest) -> Chart:
     places = [group[0].step for group in groups]
     parts: dict[str, tuple[str, Callable[[Step], float]]] = {
         "training": (BLUE, lambda step: step.duration_s),
-        "waiting for samples": (ORANGE, lambda step: step.wait_s),
+        "waiting for samples": (WAITING, lambda step: step.wait_s),
         "weight sync": (PURPLE, lambda step: step.weight_sync_time_s),
     }
     figure = canvas(HALF_IN, 3.1)
@@ -268,7 +282,9 @@ def drops(digest: Digest) -> Chart:
     caption = "Completions that were dispatched and never trained on. A group is dropped as a whole."
     dropped, dispatched = digest.rollouts.dropped, digest.rollouts.dispatched
     if not dropped:
-        words = f"No sample was dropped: all {dispatched:,} dispatched samples were consumed or are on the way."
+        words = (
+            f"No sample was dropped: all {dispatched:,} dispatched samples were consumed or are on the way."
+        )
         return Chart("drops", title, caption, words=words if dispatched else "No sample was dispatched.")
     rows = dropped.most_common()
     figure = canvas(HALF_IN, max(1.6, 0.75 + 0.34 * len(rows)))
@@ -309,6 +325,7 @@ def logprob_gap(digest: Digest) -> Chart:
         bound_line(axes, tolerance, f"tolerance {tolerance:g}")
     if any(gap[1] > 0 for gap in gaps):
         axes.set_yscale("log")
+        plain_log(axes.yaxis)
     axes.margins(y=0.15)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     label(axes, "weight version", "absolute difference (nats)")

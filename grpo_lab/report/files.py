@@ -1,4 +1,4 @@
-"""A run directory's files: reads the trace, writes ``report.html``, ``timeline.pftrace``, ``metrics.parquet``."""
+"""A run directory's files: the trace that is read, and the page, timeline and table that are written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_trace(path: Path) -> Iterator[Record]:
                 if record is not None:
                     yield record
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}. Name a run directory that a run wrote.") from error
+        raise TraceError(f"{path}: {error.strerror or error}. Name a directory that a run wrote.") from error
 
 
 def write_report(run_dir: Path, checked: Mapping[str, Any] | None = None) -> Path:
@@ -56,7 +56,7 @@ def write_report(run_dir: Path, checked: Mapping[str, Any] | None = None) -> Pat
     """
     trace = run_dir / "events.jsonl"
     if not trace.is_file():
-        raise TraceError(f"{run_dir}: there is no events.jsonl. Name a run directory that a run wrote.")
+        raise TraceError(f"{run_dir}: there is no events.jsonl. Name a directory that a run wrote.")
     digest = Digest(read_trace(trace))
     if digest.records == 0:
         raise TraceError(f"{trace}: it holds no event, so there is nothing to report.")
@@ -77,7 +77,7 @@ def write_report(run_dir: Path, checked: Mapping[str, Any] | None = None) -> Pat
     with replacing(run_dir / "timeline.pftrace") as temporary:
         temporary.write_bytes(timeline(digest))
     with replacing(run_dir / "report.html") as temporary:
-        temporary.write_text(html, encoding="utf-8")
+        temporary.write_bytes(html.encode("utf-8", "replace"))
     return run_dir / "report.html"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from matplotlib.axes import Axes
@@ -18,9 +19,12 @@ from grpo_lab.report.style import (
     INK,
     MUTED,
     ORANGE,
+    PAUSED,
     PURPLE,
     RED,
     SKY,
+    SLATE,
+    WAITING,
     WIDE_IN,
     YELLOW,
     Chart,
@@ -35,20 +39,21 @@ STATE_COLOURS = {
     "pausing": SKY,
     "paused": SKY,
     "transferring": PURPLE,
-    "loaded": YELLOW,
+    "loaded": ORANGE,
     "probation": YELLOW,
-    "resuming": ORANGE,
+    "resuming": SLATE,
     "aborting": RED,
 }
 LEGEND = (
     ("training", BLUE, ""),
-    ("waiting for samples", "#fbe3b0", "////"),
+    ("waiting for samples", WAITING, "////"),
     ("generating", GREEN, ""),
-    ("paused", "#f3cdb6", "\\\\\\\\"),
+    ("paused", PAUSED, "\\\\\\\\"),
     ("sync: pause", SKY, ""),
     ("transfer", PURPLE, ""),
-    ("verified, loading", YELLOW, ""),
-    ("resume", ORANGE, ""),
+    ("loaded", ORANGE, ""),
+    ("probation", YELLOW, ""),
+    ("resume", SLATE, ""),
     ("idle", IDLE, ""),
 )
 
@@ -91,8 +96,8 @@ def middle_window(digest: Digest) -> Span:
     """About six optimizer steps and at least two syncs around the middle of the run."""
     begin, end = digest.window
     steps, syncs = digest.training.steps, digest.syncs.syncs
-    periods = [later.t - earlier.t for earlier, later in zip(steps, steps[1:], strict=False)]
-    between = [b.begin_t - a.begin_t for a, b in zip(syncs, syncs[1:], strict=False)]
+    periods = [later.t - earlier.t for earlier, later in pairwise(steps)]
+    between = [b.begin_t - a.begin_t for a, b in pairwise(syncs)]
     length = max(6 * median(periods) if periods else 0.0, 2.2 * median(between) if between else 0.0)
     length = min(length or end - begin, end - begin)
     if length <= 0:
@@ -115,8 +120,8 @@ def _bars(axes: Axes, digest: Digest, engines: Sequence[EngineHistory], window: 
     names = ["trainer", "weight sync", *(e.name + ("*" if e.seen_by == "client" else "") for e in engines)]
     for row in range(len(names)):
         _row(axes, row, [window], IDLE)
-    _row(axes, 0, clipped(merged(digest.training.waiting), window), "#fbe3b0", "////")
-    _row(axes, 0, clipped(digest.trainer_busy, window), BLUE)
+    _row(axes, 0, clipped(merged(digest.training.waiting), window), WAITING, "////")
+    _row(axes, 0, clipped(digest.training.training, window), BLUE, edge="white")
     for sync in digest.syncs.syncs:
         for state, span in sync_slices(sync, digest.end_t):
             for row in (0, 1):
@@ -124,7 +129,7 @@ def _bars(axes: Axes, digest: Digest, engines: Sequence[EngineHistory], window: 
                 _row(axes, row, clipped([span], window), colour)
     for row, engine in enumerate(engines, start=2):
         _row(axes, row, clipped(engine.busy, window), GREEN)
-        _row(axes, row, clipped(engine.paused, window), "#f3cdb6", "\\\\\\\\")
+        _row(axes, row, clipped(engine.paused, window), PAUSED, "\\\\\\\\")
     axes.set_yticks(range(len(names)), [name[:28] for name in names], color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="both", length=0)
@@ -132,7 +137,9 @@ def _bars(axes: Axes, digest: Digest, engines: Sequence[EngineHistory], window: 
     axes.grid(visible=False)
 
 
-def _row(axes: Axes, row: int, spans: Sequence[Span], colour: str, hatch: str = "") -> None:
+def _row(
+    axes: Axes, row: int, spans: Sequence[Span], colour: str, hatch: str = "", edge: str = "none"
+) -> None:
     if spans:
         bars = [(start, end - start) for start, end in spans]
         axes.broken_barh(
@@ -140,8 +147,8 @@ def _row(axes: Axes, row: int, spans: Sequence[Span], colour: str, hatch: str = 
             (row - 0.36, 0.72),
             facecolor=colour,
             hatch=hatch or None,
-            edgecolor="#b9a58a" if hatch else "none",
-            linewidth=0,
+            edgecolor="#b9a58a" if hatch else edge,
+            linewidth=0.0 if edge == "none" else 0.8,
         )
 
 
@@ -150,8 +157,8 @@ def _load(axes: Axes, digest: Digest, window: Span) -> None:
     in_flight = _within(digest.rollouts.in_flight_series, window)
     queued = _within(digest.rollouts.queue_series, window)
     if in_flight:
-        axes.fill_between(*zip(*in_flight, strict=True), step="post", color=SKY, alpha=0.55, linewidth=0,
-                          label="samples in flight")  # fmt: skip
+        times, counts = zip(*in_flight, strict=True)
+        axes.fill_between(times, counts, step="post", color=SKY, alpha=0.55, lw=0, label="samples in flight")
     if queued:
         axes.step(*zip(*queued, strict=True), where="post", color=INK, linewidth=1.1, label="groups queued")
     axes.set_ylim(bottom=0)
@@ -184,19 +191,21 @@ def utilisation(digest: Digest) -> Chart:
         return Chart("utilisation", title, "", words=words, wide=True)
     caption = f"From the first dispatch at {begin:.1f} s to the last optimizer step at {end:.1f} s."
     rows = [("trainer", _trainer_shares(digest))]
-    rows += [(engine.name[:28], _engine_shares(engine, digest.window)) for engine in digest.engines[:MAX_ENGINES]]
+    rows += [
+        (engine.name[:28], _engine_shares(engine, digest.window)) for engine in digest.engines[:MAX_ENGINES]
+    ]
     both = digest.busy_fractions()["both"] or 0.0
-    rows.append(("both at once", [("training and generating", both, PURPLE), ("not both", 1 - both, IDLE)]))
-    figure = canvas(WIDE_IN, 0.75 + 0.32 * len(rows))
+    rows.append(("both at once", [("training and generating", both, SLATE), ("not both", 1 - both, IDLE)]))
+    figure = canvas(WIDE_IN, 0.95 + 0.32 * len(rows))
     axes = figure.subplots()
     for row, (_, shares) in enumerate(rows):
         left = 0.0
         for name, share, colour in shares:
             axes.barh(row, share * 100, left=left * 100, height=0.7, color=colour)
             text = f"{name} {share:.0%}"
-            if share * 100 > 1.1 * len(text):
+            if share * 100 > 0.65 * len(text):
                 axes.text((left + share / 2) * 100, row, text, ha="center", va="center", fontsize=7.5,
-                          color="white" if colour in (BLUE, GREEN) else INK)  # fmt: skip
+                          color="white" if colour in (BLUE, GREEN, SLATE) else INK)  # fmt: skip
             left += share
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], color=INK)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -205,6 +214,15 @@ def utilisation(digest: Digest) -> Chart:
     axes.spines["left"].set_visible(False)
     axes.grid(visible=False)
     axes.set_xlabel("percent of the time")
+    colours = {name: colour for _, shares in rows[:-1] for name, share, colour in shares if share > 0}
+    axes.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in colours.items()],
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=len(colours),
+        handlelength=1.1,
+        handletextpad=0.4,
+    )
     return Chart("utilisation", title, caption, to_svg(figure, "utilisation"), wide=True)
 
 
@@ -218,14 +236,14 @@ def _trainer_shares(digest: Digest) -> list[tuple[str, float, str]]:
         window,
         ("training", training, BLUE),
         ("weight sync", syncing, PURPLE),
-        ("waiting for samples", waiting, ORANGE),
+        ("waiting for samples", waiting, WAITING),
     )
 
 
 def _engine_shares(engine: EngineHistory, window: Span) -> list[tuple[str, float, str]]:
     paused = clipped(engine.paused, window)
     busy = without(clipped(engine.busy, window), paused)
-    return _shares(window, ("generating", busy, GREEN), ("paused", paused, "#f3cdb6"))
+    return _shares(window, ("generating", busy, GREEN), ("paused", paused, PAUSED))
 
 
 def _shares(window: Span, *parts: tuple[str, list[Span], str]) -> list[tuple[str, float, str]]:

@@ -30,7 +30,8 @@ CAPABILITIES = {
     "score_while_paused": "scores tokens while paused",
     "events": "writes its own events",
 }
-MAX_VIOLATIONS = 50
+MAX_LISTED = 50
+MISSING = "\u2013"  # an en dash
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +61,29 @@ def page(
             "violations": [{"message", "event_ids", "t"}], "note"}]}``, or None if nothing was checked.
     """
     drawn = charts(digest)
-    return _template().render(
-        name=name,
-        summary=summary,
-        measured="simulated" if digest.simulated else "measured",
-        ended=_ending(digest, summary),
-        tiles=tiles(digest, summary, checked),
-        sections=[(anchor, title, [_inline(drawn[key]) for key in keys]) for anchor, title, keys in SECTIONS],
-        checked=checked is not None,
-        rules=[_rule_row(rule) for rule in _sorted_rules(checked)],
-        engines=_capability_rows(digest),
-        capabilities=CAPABILITIES,
-        parameters=list(flat(digest.declared.parameters)) if digest.declared else [],
-        config=list(flat(config)),
-        environment=list(flat(environment)),
-        figures=list(flat(summary)),
-        events=f"{digest.records:,}",
-        max_violations=MAX_VIOLATIONS,
+    return str(
+        _template().render(
+            name=name,
+            summary=summary,
+            measured="simulated" if digest.simulated else "measured",
+            ended=_ending(digest, summary),
+            tiles=tiles(digest, summary, checked),
+            sections=[
+                (anchor, title, [_inline(drawn[key]) for key in keys]) for anchor, title, keys in SECTIONS
+            ],
+            checked=checked is not None,
+            rules=[_rule_row(rule) for rule in _sorted_rules(checked)],
+            engines=_capability_rows(digest),
+            incidents=[(seconds(t), words) for t, words in digest.incidents[:MAX_LISTED]],
+            incidents_left=max(0, len(digest.incidents) - MAX_LISTED),
+            capabilities=CAPABILITIES,
+            parameters=list(flat(digest.declared.parameters)) if digest.declared else [],
+            config=list(flat(config)),
+            environment=list(flat(environment)),
+            figures=list(flat(summary)),
+            events=f"{digest.records:,}",
+            max_listed=MAX_LISTED,
+        )
     )
 
 
@@ -88,7 +95,8 @@ def tiles(digest: Digest, summary: Mapping[str, Any], checked: Mapping[str, Any]
         Tile(
             "Reward, first to last step",
             f"{number(summary['reward_first'])} → {number(summary['reward_last'])}",
-            f"means of five: {number(summary['reward_first_5_mean'])} → {number(summary['reward_last_5_mean'])}",
+            f"means of five: {number(summary['reward_first_5_mean'])} → "
+            f"{number(summary['reward_last_5_mean'])}",
         ),
         Tile(
             "Weight versions",
@@ -100,7 +108,8 @@ def tiles(digest: Digest, summary: Mapping[str, Any], checked: Mapping[str, Any]
         Tile(
             "Generation",
             f"{number(summary['tokens_per_s'])} tokens/s",
-            f"{number(summary['tokens_generated'])} generated, {number(summary['tokens_trained'])} trained on",
+            f"{number(summary['tokens_generated'])} generated, "
+            f"{number(summary['tokens_trained'])} trained on",
         ),
         Tile(
             "Trainer and engine both busy",
@@ -150,7 +159,7 @@ def _staleness(digest: Digest, summary: Mapping[str, Any]) -> Tile:
     words = f"bound {number(bound)}; " if bound is not None else "no bound in versions; "
     words += f"at most {number(steps)} optimizer steps"
     words += f" (bound {number(bound_steps)})" if bound_steps is not None else ""
-    return Tile("Staleness, largest", "–" if most is None else plural(most, "version"), words, tone)
+    return Tile("Staleness, largest", MISSING if most is None else plural(most, "version"), words, tone)
 
 
 def _sync(digest: Digest, summary: Mapping[str, Any]) -> Tile:
@@ -181,7 +190,10 @@ def _gap(digest: Digest, summary: Mapping[str, Any]) -> Tile:
         words = "engine against trainer, equal weights"
         return Tile("Logprob gap, largest", number(gap), words)
     return Tile(
-        "Logprob gap, largest", number(gap), f"tolerance {number(tolerance)}", "bad" if gap > tolerance else "good"
+        "Logprob gap, largest",
+        number(gap),
+        f"tolerance {number(tolerance)}",
+        "bad" if gap > tolerance else "good",
     )
 
 
@@ -189,10 +201,16 @@ def _proofs(summary: Mapping[str, Any]) -> Tile:
     proofs = summary["proofs"]
     failed = sum(count for name, count in proofs.items() if name.endswith("fails"))
     words = (
-        f"canary: {proofs['canary_holds']} hold, {proofs['canary_inconclusive']} inconclusive, "
-        f"{proofs['canary_fails']} fail"
+        f"canary: {proofs['canary_holds']} held, {proofs['canary_inconclusive']} inconclusive, "
+        f"{proofs['canary_fails']} failed"
     )
-    value = f"{number(proofs['hash'])} hash, {number(proofs['structure'])} structure"
+    if proofs["hash"]:
+        value, words = (
+            f"{number(proofs['hash'])} by hash",
+            f"{number(proofs['structure'])} by structure; {words}",
+        )
+    else:
+        value = f"{number(proofs['structure'])} by structure"
     return Tile("Proofs of loaded weights", value, words, "bad" if failed else "plain")
 
 
@@ -220,8 +238,12 @@ def _sorted_rules(checked: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 def _rule_row(rule: Mapping[str, Any]) -> dict[str, Any]:
     tone = "bad" if rule["violations"] else "good" if rule["evaluations"] else "plain"
     shown = [
-        {**violation, "when": seconds(violation.get("t")), "events": ", ".join(violation.get("event_ids", ()))}
-        for violation in rule["violations"][:MAX_VIOLATIONS]
+        {
+            **violation,
+            "when": seconds(violation.get("t")),
+            "events": ", ".join(violation.get("event_ids", ())),
+        }
+        for violation in rule["violations"][:MAX_LISTED]
     ]
     return {
         **rule,
@@ -262,13 +284,13 @@ def _template() -> Any:
 
 
 def number(value: float | None) -> str:
-    """A figure as people read it: thousands with commas, fractions with three digits.
+    r"""A figure as people read it: thousands with commas, fractions with three digits.
 
     >>> number(12345), number(0.25), number(2.5e-7), number(None)
-    ('12,345', '0.250', '2.5e-07', '–')
+    ('12,345', '0.250', '2.5e-07', '\u2013')
     """
     if value is None:
-        return "–"
+        return MISSING
     if not math.isfinite(value):
         return "not finite"
     if isinstance(value, int) or (value == round(value) and abs(value) >= 100):
@@ -281,7 +303,7 @@ def number(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+    return MISSING if value is None else f"{value:.0%}"
 
 
 def plural(count: int, noun: str) -> str:
@@ -291,7 +313,7 @@ def plural(count: int, noun: str) -> str:
 def seconds(value: float | None) -> str:
     """``0.0123`` -> ``12.3 ms``, ``75`` -> ``1 min 15 s``."""
     if value is None:
-        return "–"
+        return MISSING
     if abs(value) < 1:
         return f"{value * 1000:.3g} ms"
     if abs(value) < 60:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 Span = tuple[float, float]
@@ -58,11 +59,14 @@ def without(spans: list[Span], holes: list[Span]) -> list[Span]:
     [(0, 2), (3, 9)]
     """
     result: list[Span] = []
+    first = 0  # holes before it end before this span begins
     for start, end in spans:
         at = start
-        for hole_start, hole_end in holes:
-            if hole_end <= at or hole_start >= end:
-                continue
+        while first < len(holes) and holes[first][1] <= start:
+            first += 1
+        for hole_start, hole_end in itertools.islice(holes, first, None):
+            if hole_start >= end:
+                break
             if hole_start > at:
                 result.append((at, hole_start))
             at = max(at, hole_end)

@@ -100,7 +100,9 @@ class SyncLog:
             last.attempts = max(last.attempts, event.attempt)
             return
         self.syncs.append(Sync(record.actor, event.term, event.version, record.t, event.attempt))
-        self.syncs[-1].states = [change[2:] for change in self._early if change[:2] == (record.actor, event.version)]
+        self.syncs[-1].states = [
+            change[2:] for change in self._early if change[:2] == (record.actor, event.version)
+        ]
         self._early.clear()
 
     def _prove(self, event: EngineProved) -> None:

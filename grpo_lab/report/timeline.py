@@ -34,7 +34,7 @@ class Timeline:
         packet = self._builder.add_packet()
         packet.trusted_packet_sequence_id = _SEQUENCE
         descriptor = packet.track_descriptor
-        descriptor.uuid, descriptor.name = self._tracks, name
+        descriptor.uuid, descriptor.name = self._tracks, _clean(name)
         descriptor.child_ordering = TrackDescriptor.EXPLICIT
         descriptor.sibling_order_rank = self._tracks
         if parent:
@@ -50,14 +50,14 @@ class Timeline:
 
     def begin(self, track: int, name: str, t: float, notes: Notes | None = None) -> None:
         event = self._event(track, t, TrackEvent.TYPE_SLICE_BEGIN)
-        event.name = name
+        event.name = _clean(name)
         for key, value in (notes or {}).items():
             if value is None:
                 continue
             annotation = event.debug_annotations.add()
             annotation.name = key
             if isinstance(value, str):
-                annotation.string_value = value
+                annotation.string_value = _clean(value)
             elif isinstance(value, int):
                 annotation.int_value = value
             else:
@@ -67,7 +67,7 @@ class Timeline:
         self._event(track, t, TrackEvent.TYPE_SLICE_END)
 
     def instant(self, track: int, name: str, t: float) -> None:
-        self._event(track, t, TrackEvent.TYPE_INSTANT).name = name
+        self._event(track, t, TrackEvent.TYPE_INSTANT).name = _clean(name)
 
     def count(self, track: int, series: Iterable[tuple[float, int]]) -> None:
         """A counter's changes; of several at one time only the last can be seen."""
@@ -78,7 +78,7 @@ class Timeline:
             self._event(track, at * 1e-9, TrackEvent.TYPE_COUNTER).counter_value = value
 
     def serialize(self) -> bytes:
-        return self._builder.serialize()
+        return bytes(self._builder.serialize())
 
     def _event(self, track: int, t: float, kind: TrackEvent.Type) -> TrackEvent:
         packet = self._builder.add_packet()
@@ -97,7 +97,9 @@ def timeline(digest: Digest) -> bytes:
     _worker(line, digest)
     for engine in digest.engines:
         top = line.track(engine.name)
-        activity = line.track("activity" if engine.seen_by == "engine" else "activity (seen by the client)", top)
+        activity = line.track(
+            "activity" if engine.seen_by == "engine" else "activity (seen by the client)", top
+        )
         # A step may end after a pause began; slices of one track may not overlap.
         slices = [("generating", span) for span in without(engine.busy, engine.paused)]
         _in_order(line, activity, slices + [("paused", span) for span in engine.paused])
@@ -145,7 +147,7 @@ def _syncs(line: Timeline, digest: Digest) -> None:
         slices = sync_slices(sync, digest.end_t)
         begin = min(sync.begin_t, slices[0][1][0])
         phases = {f"{name}_s": seconds for name, seconds in sync.phases_s.items()}
-        notes = {"outcome": sync.outcome, "attempts": sync.attempts, **phases}
+        notes: Notes = {"outcome": sync.outcome, "attempts": sync.attempts, **phases}
         line.begin(track, f"sync v{sync.version}", begin, notes)
         for state, span in slices:
             line.slice(track, state, span)
@@ -162,6 +164,11 @@ def _worker(line: Timeline, digest: Digest) -> None:
 def _in_order(line: Timeline, track: int, slices: Sequence[tuple[str, Span]]) -> None:
     for name, span in sorted(slices, key=lambda item: item[1]):
         line.slice(track, name, span)
+
+
+def _clean(text: str) -> str:
+    """Protocol buffers take no lone surrogates, which JSON can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _nanoseconds(t: float) -> int:

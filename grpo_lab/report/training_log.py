@@ -87,7 +87,7 @@ class TrainingLog:
         self._queue_depth = 0
         self._sync_time_s = 0.0
 
-    def see(self, record: Record) -> None:  # noqa: PLR0912 (one line a kind)
+    def see(self, record: Record) -> None:
         match record.event:
             case TermBegan() as event:
                 self._steps_done = event.optimizer_step

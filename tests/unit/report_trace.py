@@ -173,9 +173,7 @@ class Run:
         for name in self.engines:
             self.emit(name, ev.WeightsActivated(engine=name, term=1, version=version, first_step=0))
             proof = "hash" if name == self.engines[0] else "structure"
-            self.emit(
-                "trainer", ev.EngineProved(engine=name, **names, proof=proof, outcome="holds")
-            )
+            self.emit("trainer", ev.EngineProved(engine=name, **names, proof=proof, outcome="holds"))
             canary = "holds" if version % 5 else "inconclusive"
             self.emit(
                 "trainer", ev.EngineProved(engine=name, **names, proof="canary", outcome=canary, gap=2e-6)
@@ -197,9 +195,7 @@ class Run:
         )
 
     def _state(self, before: str, after: str, version: int) -> None:
-        self.emit(
-            "trainer", ev.StateChanged(term=1, version=version, attempt=1, before=before, after=after)
-        )
+        self.emit("trainer", ev.StateChanged(term=1, version=version, attempt=1, before=before, after=after))
 
     def _train(self, cut_t: float) -> None:
         need = {"term": 1, "optimizer_step": self.steps_done + 1}
