@@ -1,7 +1,8 @@
 """The control channel: a stream socket that says which bucket lies where, and whose end is the peer's death.
 
 Plain non-blocking sockets on the running loop: the kernel closes them when a process ends in whatever way,
-so the other side knows at once, also after kill -9.
+so the other side knows at once, also after kill -9. A forked child of the dead would keep its sockets open;
+so on one host the process itself is watched too (pidfd_open(2)).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Channel:
         self.peer = peer
         self._users = 0
         self._closed = False
+        self._peer_process: int | None = None  # a pidfd, readable when the process has ended
 
     @property
     def local_host(self) -> str:
@@ -86,7 +88,21 @@ class Channel:
         with contextlib.suppress(OSError):  # never connected, or the peer was quicker
             self._sock.shutdown(socket.SHUT_RDWR)
         if not self._users:
-            self._sock.close()
+            self._free()
+
+    def watch_process(self) -> None:
+        """Takes the end of the peer's process for the end of the connection. Unix sockets only.
+
+        Where the process cannot be seen (another pid namespace), the socket's end must do.
+        """
+        with contextlib.suppress(OSError):
+            self._peer_process = os.pidfd_open(_credentials_of(self._sock)[0])
+
+    def _free(self) -> None:
+        self._sock.close()
+        if self._peer_process is not None:
+            os.close(self._peer_process)
+            self._peer_process = None
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
@@ -99,7 +115,25 @@ class Channel:
         finally:
             self._users -= 1
             if self._closed and not self._users:
-                self._sock.close()
+                self._free()
+
+    @contextlib.contextmanager
+    def _ending_with_process(self) -> Iterator[None]:
+        """What the peer had sent before its end is still read."""
+        if self._peer_process is None:
+            yield
+            return
+
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+        loop, process = asyncio.get_running_loop(), self._peer_process
+        loop.add_reader(process, end)
+        try:
+            yield
+        finally:
+            loop.remove_reader(process)
 
     async def _send_bytes(self, data: bytes) -> None:
         with self._using():
@@ -109,7 +143,7 @@ class Channel:
         loop = asyncio.get_running_loop()
         data = b""
         while len(data) < nbytes:
-            with self._using():
+            with self._using(), self._ending_with_process():
                 chunk = await loop.sock_recv(self._sock, nbytes - len(data))
             if not chunk:
                 raise PeerDied(f"{self.peer} closed the connection: its process died, or gave up")
@@ -132,6 +166,7 @@ async def connect(
             await asyncio.get_running_loop().sock_connect(sock, address)  # type: ignore[arg-type]
             if check_uid:
                 require_same_user(sock)
+                channel.watch_process()
             await channel.send_greeting(greeting)
             answer = await channel.receive_greeting()
     except TimeoutError:
@@ -151,10 +186,16 @@ async def connect(
 
 def require_same_user(sock: socket.socket) -> None:
     """The kernel's word for who is at the other end. Raises ``HandshakeError`` for another user."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    pid, uid = _credentials_of(sock)
     if uid != os.geteuid():
         raise HandshakeError(f"process {pid} belongs to user {uid}; this transfer belongs to {os.geteuid()}")
+
+
+def _credentials_of(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, uid
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -100,6 +100,7 @@ class ControlServer:
             greeting = await channel.receive_greeting()
             if sock.family == socket.AF_UNIX:
                 require_same_user(sock)
+                channel.watch_process()
             member = self._recognise(greeting)
         except HandshakeError as error:
             await channel.send_greeting({"refused": str(error)})

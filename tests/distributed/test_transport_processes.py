@@ -83,8 +83,8 @@ def receiver_process(kind, pipe):
     asyncio.run(serve())
 
 
-def sender_process(kind, pipe, stall):
-    """Opens, sends; stalls before bucket ``stall`` is packed."""
+def sender_process(kind, pipe, stall, fork=False):
+    """Opens, sends, stalls before bucket ``stall``. With ``fork`` a child inherits every descriptor."""
 
     async def run():
         plan = make_plan()
@@ -92,6 +92,9 @@ def sender_process(kind, pipe, stall):
         await transport.open(["engine-0"], plan.to_json())
         pipe.send(transport.init_info("engine-0"))
         await transport.accept()
+        if fork and os.fork() == 0:
+            time.sleep(4)
+            os._exit(0)
         sync = SyncId(1, 1, 1)
         pipe.send(transport.update_info(sync))
 
@@ -302,10 +305,12 @@ def test_a_receiver_killed_between_two_syncs_fails_the_next_one_before_it_begins
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_sender_is_noticed_at_once(kind, peers):
+@pytest.mark.parametrize(("kind", "fork"), [("shm", False), ("gloo", False), ("shm", True)])
+def test_a_killed_sender_is_noticed_at_once(kind, fork, peers):
+    """With ``fork``, a child (a data loader's worker, say) still holds the dead sender's sockets."""
+
     async def scenario():
-        sender = peers(sender_process, kind, 3)
+        sender = peers(sender_process, kind, 3, fork)
         receiver = RECEIVERS[f"lab_{kind}"]()
         await receiver.join(await sender.answer())
         info = await sender.answer()
