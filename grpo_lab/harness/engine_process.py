@@ -18,7 +18,7 @@ from grpo_lab.errors import EngineError
 
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 5.0
-READY_WORD = "listening on "
+READY_WORD = "ready at "
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,14 @@ def simulated_engine(
         name,
         "--port",
         "0",
-        "--events-dir",
+        "--events",
         str(events),
-        "--started-s",
+        "--clock-zero",
         repr(started_s),
         "--seed",
         str(seed),
+        "--parent-pid",
+        str(os.getpid()),
         *options,
     )
     return ServerCommand(name, arguments, logs / f"{name}.log")

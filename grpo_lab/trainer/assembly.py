@@ -31,7 +31,7 @@ def build_weight_sync(
     """The coordinator for the engines of ``args``. ``vocabulary`` bounds the canary's token ids."""
 
     async def engines() -> Sequence[Engine]:
-        return await connect_engines(args.engine_urls, recorder)
+        return await connect_engines(args.engine_urls, recorder, args.vllm_server_timeout)
 
     pause_mode: PauseMode = args.pause_mode  # type: ignore[assignment]
     canary = fixed_canary(args.canary_sequences, args.canary_length, vocabulary, args.canary_tolerance)
@@ -95,5 +95,6 @@ def make_worker_process(
         prompt_seed=args.sampling_seed,
         events_dir=args.events_dir,
         started_s=time.monotonic() - recorder.now_s,
+        engine_wait_s=min(args.vllm_server_timeout, args.request_timeout),
     )
     return WorkerProcess(spec, recorder, args.heartbeat_stale_after_s)

@@ -48,6 +48,7 @@ class WorkerSpec:
     prompt_seed: int
     events_dir: str | None
     started_s: float
+    engine_wait_s: float
     actor: str = "worker"
 
 
@@ -84,7 +85,7 @@ async def _main(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int
 
 
 async def _serve(reader: asyncio.StreamReader, send: _Sender, spec: WorkerSpec, recorder: Recorder) -> None:
-    engines = await connect_engines(spec.engine_urls, recorder)
+    engines = await connect_engines(spec.engine_urls, recorder, spec.engine_wait_s)
     sample_queue = ChannelQueue(spec.queue_capacity, send, recorder)
     worker = RolloutWorker(
         engines,

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
+from grpo_lab.errors import EngineUnreachable
 from grpo_lab.ports import Engine, Recorder
 from grpo_lab.transport.vllm_http import VllmHttpEngine
 
+LOOK_EVERY_S = 0.25
 
-async def connect_engines(urls: Sequence[str], recorder: Recorder) -> tuple[Engine, ...]:
+
+async def connect_engines(urls: Sequence[str], recorder: Recorder, wait_s: float) -> tuple[Engine, ...]:
     """Clients named engine-0, engine-1, ... in the order of ``urls``; what each can do has been asked.
 
+    A server that is still starting refuses connections: it is looked for again until ``wait_s``.
+
     Raises:
-        EngineError: an engine that answers something unexpected; one that is still starting is no error
-            here, it is waited for by whoever connects.
+        EngineUnreachable: nothing listens there.
+        EngineError: something else does, or it answers nonsense.
     """
-    engines = tuple(VllmHttpEngine(url, f"engine-{index}", recorder) for index, url in enumerate(urls))
-    for engine in engines:
-        await engine.discover()
+    engines = tuple(VllmHttpEngine(f"engine-{index}", url, recorder) for index, url in enumerate(urls))
+    try:
+        for engine in engines:
+            await _discover(engine, wait_s)
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
+        raise
     return engines
+
+
+async def _discover(engine: VllmHttpEngine, wait_s: float) -> None:
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + wait_s
+    while True:
+        try:
+            await engine.discover()
+            return
+        except EngineUnreachable:
+            if clock() >= deadline_s:
+                raise
+            await asyncio.sleep(LOOK_EVERY_S)
