@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.transport.engines import connect_engines
-
 from grpo_lab.errors import GrpoLabError
 from grpo_lab.events import GroupQueued
 from grpo_lab.ports import Recorder
@@ -23,6 +21,7 @@ from grpo_lab.protocol.rollout_worker import RolloutSettings, RolloutWorker
 from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
 from grpo_lab.trainer.dataset import PromptSequence, RewardFunctions
 from grpo_lab.trainer.worker_channel import Message, encode, read_messages
+from grpo_lab.transport.engines import connect_engines
 from grpo_lab.types import CursorState, DroppedGroup, RolloutGroup
 
 _PR_SET_PDEATHSIG = 1
