@@ -10,6 +10,7 @@ Attention dropout is never applied: the engines that sampled the tokens have non
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION_NAME = "grpo_lab_varlen"
+Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value
 _MAX_PADDING = 2.0  # padded / real tokens above which sequences are attended to one by one
 
 
@@ -33,7 +35,7 @@ def varlen_attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     sliding_window: int | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the form that transformers calls.
 
@@ -55,7 +57,7 @@ def varlen_attention_forward(
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (tokens, heads, head size)
+    rows = _rows(query), _rows(key), _rows(value)
     starts = cu_seq_lens_q.tolist()
     sequences = len(starts) - 1
     if sequences * max_length_q > _MAX_PADDING * starts[-1]:
@@ -74,10 +76,11 @@ def _flash(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - exists in GPU builds only
 
-    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
     left = -1 if sliding_window is None else sliding_window - 1
     output = varlen_attn(
-        *rows,
+        _rows(query).contiguous(),
+        _rows(key).contiguous(),
+        _rows(value).contiguous(),
         cu_seq_lens,
         cu_seq_lens,
         longest,
@@ -86,11 +89,17 @@ def _flash(
         window_size=(left, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(output, Tensor)  # no auxiliary outputs were asked for
     return output.unsqueeze(0)
 
 
+def _rows(heads: Tensor) -> Tensor:
+    """(1, heads, tokens, size) -> (tokens, heads, size)."""
+    return heads[0].transpose(0, 1)
+
+
 def _padded(
-    rows: list[Tensor], cu_seq_lens: Tensor, longest: int, scaling: float | None, sliding_window: int | None
+    rows: Heads, cu_seq_lens: Tensor, longest: int, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """All sequences in one call, padded on the right: a causal mask keeps real tokens from padding."""
     lengths = cu_seq_lens.diff()
@@ -98,35 +107,35 @@ def _padded(
     sequence = torch.repeat_interleave(torch.arange(sequences, device=lengths.device), lengths)
     place = torch.arange(int(cu_seq_lens[-1]), device=lengths.device) - cu_seq_lens[sequence]
     index = sequence * longest + place
-    padded = [
-        tensor.new_zeros(sequences * longest, *tensor.shape[1:])
-        .index_copy(0, index, tensor)
-        .view(sequences, longest, *tensor.shape[1:])
-        .transpose(1, 2)
-        for tensor in rows
-    ]
-    output = _causal(padded, scaling, sliding_window).transpose(1, 2).flatten(0, 1)
+
+    def pad(tensor: Tensor) -> Tensor:
+        empty = tensor.new_zeros(sequences * longest, *tensor.shape[1:])
+        return empty.index_copy(0, index, tensor).view(sequences, longest, *tensor.shape[1:]).transpose(1, 2)
+
+    query, key, value = rows
+    output = (
+        _causal((pad(query), pad(key), pad(value)), scaling, sliding_window).transpose(1, 2).flatten(0, 1)
+    )
     return output.index_select(0, index).unsqueeze(0)
 
 
-def _one_by_one(
-    rows: list[Tensor], starts: list[int], scaling: float | None, sliding_window: int | None
-) -> Tensor:
+def _one_by_one(rows: Heads, starts: list[int], scaling: float | None, sliding_window: int | None) -> Tensor:
     outputs = []
     for start, end in itertools.pairwise(starts):
-        one = [tensor[start:end].transpose(0, 1).unsqueeze(0) for tensor in rows]
-        outputs.append(_causal(one, scaling, sliding_window)[0].transpose(0, 1))
+        query, key, value = (tensor[start:end].transpose(0, 1).unsqueeze(0) for tensor in rows)
+        outputs.append(_causal((query, key, value), scaling, sliding_window)[0].transpose(0, 1))
     return torch.cat(outputs).unsqueeze(0)
 
 
-def _causal(inputs: list[Tensor], scaling: float | None, sliding_window: int | None) -> Tensor:
-    length = inputs[0].shape[2]
+def _causal(heads: Heads, scaling: float | None, sliding_window: int | None) -> Tensor:
+    query, key, value = heads
+    length = query.shape[2]
     if sliding_window is None or length <= sliding_window:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scaling)
-    place = torch.arange(length, device=inputs[0].device)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    place = torch.arange(length, device=query.device)
     age = place[:, None] - place[None, :]
     mask = (age >= 0) & (age < sliding_window)
-    return F.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=scaling)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
 AttentionInterface.register(ATTENTION_NAME, varlen_attention_forward)

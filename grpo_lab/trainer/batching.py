@@ -92,6 +92,21 @@ def _check_logprobs(sample: RolloutSample) -> None:
         )
 
 
+def same_weights_mask(sample: RolloutSample, term: int, version: int) -> list[bool]:
+    """Which tokens ``version`` sampled, with no older KV behind them.
+
+    Their behaviour logprobs must equal those of a trainer that holds exactly this version.
+    """
+    count = len(sample.completion_token_ids)
+    if not sample.spans:
+        return [sample.version_first == sample.version_last == version] * count
+    mask = [False] * count
+    for span in sample.spans:
+        if (span.term, span.version) == (term, version) and span.kv_version in (None, version):
+            mask[span.start : span.end] = [True] * (min(span.end, count) - span.start)
+    return mask
+
+
 def split_by_tokens(lengths: Sequence[int], ranks: int, token_budget: int) -> list[list[list[int]]]:
     """Micro-batches of sample indices: ``result[rank][micro_batch]``, equally many on every rank.
 

@@ -22,6 +22,7 @@ from grpo_lab.errors import UserError
 from grpo_lab.types import CursorState
 
 STATE_FILE = "grpo_lab_state.json"
+TERM_FILE = "grpo_lab_term"
 _FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -44,12 +45,23 @@ class CheckpointState:
 def save_state(directory: Path, state: CheckpointState) -> None:
     """Marks the checkpoint as complete."""
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(state)}, indent=2)
-    temporary = directory / f"{STATE_FILE}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / STATE_FILE)
+    _write_through(directory / STATE_FILE, text + "\n")
+
+
+def begin_term(output_dir: Path, at_least: int) -> int:
+    """The number of the term that begins now: higher than every one begun in this folder before.
+
+    It is kept apart from checkpoints, so that two runs that resume from the same one differ.
+    """
+    path = output_dir / TERM_FILE
+    try:
+        before = int(path.read_text(encoding="utf-8")) if path.exists() else 0
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}. Remove it, or choose another output_dir") from error
+    term = max(at_least, before + 1)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    _write_through(path, f"{term}\n")
+    return term
 
 
 def unmark(directory: Path) -> None:
@@ -93,6 +105,15 @@ def newest_complete(output_dir: Path) -> Path:
     if not found:
         raise UserError(f"there is no complete checkpoint in {output_dir}; start without resuming")
     return max(found)[1]
+
+
+def _write_through(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -192,7 +192,7 @@ class AsyncGRPOConfig(TrainingArguments):
             if not rule.allows(value):
                 raise ConfigError(name, value, str(rule))
         self._check_combinations()
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         if self.n_gpu > 1:
             raise ConfigError("n_gpu", self.n_gpu, "1 GPU a process", "Start one process a GPU (torchrun)")
         self._check_step_size()
@@ -201,7 +201,7 @@ class AsyncGRPOConfig(TrainingArguments):
     @property
     def samples_per_step(self) -> int:
         """Completions that an optimizer step consumes, over all ranks."""
-        return self.per_device_train_batch_size * self.world_size
+        return int(self.per_device_train_batch_size * self.world_size)
 
     @property
     def groups_per_step(self) -> int:

@@ -12,9 +12,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_lab.algorithms.corrections import CORRECTIONS, CorrectionSettings
-from grpo_lab.trainer.batching import StepPlan, TrainSample, pack, packed_logprobs, split_by_tokens
+from grpo_lab.trainer.batching import (
+    StepPlan,
+    TrainSample,
+    pack,
+    packed_logprobs,
+    same_weights_mask,
+    split_by_tokens,
+)
 from grpo_lab.trainer.config import AsyncGRPOConfig
-from grpo_lab.trainer.logging import same_weights_mask
 
 MicroBatchHook = Callable[[int, Sequence[TrainSample], int], None]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from grpo_lab.trainer.batching import StepPlan
-from grpo_lab.types import RolloutGroup, RolloutSample
+from grpo_lab.trainer.gradient import StepTotals
+from grpo_lab.types import RolloutGroup
 
 
 class MetricMeans:
@@ -79,7 +79,7 @@ def _plain(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def _known(values: Any) -> list[float]:
+def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
@@ -92,21 +92,17 @@ def _without_signal(group: RolloutGroup) -> bool:
     return len(set(_known(sample.reward for sample in group.samples))) < 2
 
 
-def _share(flags: Any) -> float:
+def _share(flags: Iterable[bool]) -> float:
     values = list(flags)
     return sum(values) / len(values)
 
 
-def same_weights_mask(sample: RolloutSample, term: int, version: int) -> list[bool]:
-    """Which tokens ``version`` sampled, with no older KV behind them.
-
-    Their behaviour logprobs must equal those of a trainer that holds exactly this version.
-    """
-    count = len(sample.completion_token_ids)
-    if not sample.spans:
-        return [sample.version_first == sample.version_last == version] * count
-    mask = [False] * count
-    for span in sample.spans:
-        if (span.term, span.version) == (term, version) and span.kv_version in (None, version):
-            mask[span.start : span.end] = [True] * (min(span.end, count) - span.start)
-    return mask
+def correction_metrics(totals: StepTotals) -> dict[str, float]:
+    """Means over tokens of what the correction counted, under TRL's names where it has them."""
+    names = {
+        "ratio_sum": "sampling/importance_sampling_ratio/mean",
+        "truncated": "sampling/truncated_ratio",
+        "clipped": "clip_ratio/region_mean",
+    }
+    tokens = max(totals.tokens, 1)
+    return {names[name]: value / tokens for name, value in totals.correction.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,24 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from grpo_lab.algorithms.corrections import USES_BEHAVIOUR_LOGPROBS
 from grpo_lab.errors import ConfigError, GrpoLabError, UserError
-from grpo_lab.events import (
-    CheckpointSaved,
-    GroupConsumed,
-    LogprobGapMeasured,
-    MicroBatchBegan,
-    OptimizerStepApplied,
-)
+from grpo_lab.events import CheckpointSaved
 from grpo_lab.ports import Recorder
 from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
-from grpo_lab.trainer.batching import StepPlan, TrainSample, score_sequences, train_samples
+from grpo_lab.trainer.agreement import decided_by_rank_zero
+from grpo_lab.trainer.batching import StepPlan, score_sequences, train_samples
 from grpo_lab.trainer.callbacks import (
     StepIntervalCallback,
     _InitialWeightSyncCallback,
@@ -35,6 +29,7 @@ from grpo_lab.trainer.callbacks import (
 )
 from grpo_lab.trainer.checkpoint import (
     CheckpointState,
+    begin_term,
     load_state,
     newest_complete,
     save_state,
@@ -43,9 +38,9 @@ from grpo_lab.trainer.checkpoint import (
 )
 from grpo_lab.trainer.config import AsyncGRPOConfig
 from grpo_lab.trainer.dataset import RewardFunctions, check_dataset
-from grpo_lab.trainer.gradient import StepTotals, accumulate_gradient
-from grpo_lab.trainer.loading import load_model, load_tokenizer
-from grpo_lab.trainer.logging import MetricMeans, plan_metrics, print_completions
+from grpo_lab.trainer.gradient import accumulate_gradient
+from grpo_lab.trainer.loading import check_vocabulary, load_model, load_tokenizer
+from grpo_lab.trainer.logging import MetricMeans, print_completions
 from grpo_lab.trainer.protocols import (
     RolloutWorkerProtocol,
     WeightSync,
@@ -53,6 +48,7 @@ from grpo_lab.trainer.protocols import (
     WorkerFactory,
     WorkerStart,
 )
+from grpo_lab.trainer.step import StepEvents, StepInProgress, parameter_norms
 from grpo_lab.trainer.term import Lineage, TrainingTerm
 from grpo_lab.trainer.weight_transfer import CountingSync, FiveMethodSync
 
@@ -87,6 +83,9 @@ class AsyncGRPOTrainer(Trainer):
     """
 
     args: AsyncGRPOConfig
+    model: Any
+    optimizer: Any
+    train_dataset: Any
 
     def __init__(
         self,
@@ -111,6 +110,7 @@ class AsyncGRPOTrainer(Trainer):
         if processing_class is None and (isinstance(model, str | Path) or not injected_worker):
             processing_class = load_tokenizer(model)
         model = load_model(model, args)
+        check_vocabulary(model, processing_class)
         self.rewards = RewardFunctions(
             reward_funcs, processing_class, args.reward_weights, args.reward_timeout
         )
@@ -120,7 +120,8 @@ class AsyncGRPOTrainer(Trainer):
         self._make_weight_sync = make_weight_sync
         self._lineage = Lineage(term=0)
         self._term: TrainingTerm | None = None
-        self._step = _StepInProgress()
+        self._step: StepInProgress | None = None
+        self._norms = torch.empty(0)
         self._means = MetricMeans()
         self._grad_norm: float | None = None
         own = [
@@ -132,13 +133,13 @@ class AsyncGRPOTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=lambda plans: plans,
             train_dataset=train_dataset,
             processing_class=processing_class,
             callbacks=[*own, *(callbacks or [])],
             optimizers=optimizers,
         )
-        self.recorder = recorder or _default_recorder(args)
+        self.recorder = _default_recorder(args) if recorder is None else recorder
+        self._events = StepEvents(self.recorder, args.process_index, args.correction)
 
     @property
     def term(self) -> TrainingTerm:
@@ -154,7 +155,12 @@ class AsyncGRPOTrainer(Trainer):
 
     # ---- a term ----------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
         """Runs one term. ``resume_from_checkpoint``: a folder, or True for the newest complete one.
 
         Raises:
@@ -163,7 +169,9 @@ class AsyncGRPOTrainer(Trainer):
         """
         if self._injected_worker is not None and self._make_worker is not None:
             raise ConfigError("make_worker", self._make_worker, "None when rollout_worker is given")
-        lineage = self._next_lineage(resume_from_checkpoint)
+        lineage = decided_by_rank_zero(
+            lambda: self._lineage_after(resume_from_checkpoint), self.is_world_process_zero()
+        )
         self._term = TrainingTerm(
             lineage,
             self.args,
@@ -174,7 +182,7 @@ class AsyncGRPOTrainer(Trainer):
         )
         output, error = None, None
         try:
-            output = super().train(resume_from_checkpoint=lineage.checkpoint or None, **kwargs)
+            output = super().train(lineage.checkpoint or None, trial, ignore_keys_for_eval)
         except BaseException as failure:  # also an interrupt: what runs must be stopped
             error = failure
         self._lineage, error = self._term.close(error)
@@ -182,15 +190,17 @@ class AsyncGRPOTrainer(Trainer):
             raise error
         return output
 
-    def _next_lineage(self, resume: str | bool | None) -> Lineage:
-        if not resume:
-            last = self._lineage
-            return Lineage(last.term + 1, last.version, last.optimizer_step, last.cursor)
-        path = newest_complete(Path(self.args.output_dir)) if resume is True else Path(resume)
-        cut = load_state(path)
-        term = max(cut.term, self._lineage.term) + 1
-        version = max(cut.version, self._lineage.version)  # versions are never used twice
-        return Lineage(term, version, cut.optimizer_step, cut.cursor, str(path))
+    def _lineage_after(self, resume: str | bool | None) -> Lineage:
+        """The last run of this trainer, or the checkpoint to resume from, in a new term."""
+        output_dir = Path(self.args.output_dir or ".")
+        last = self._lineage
+        if resume:
+            path = newest_complete(output_dir) if resume is True else Path(resume)
+            cut = load_state(path)
+            term = begin_term(output_dir, max(cut.term, last.term) + 1)
+            return Lineage(term, cut.version, cut.optimizer_step, cut.cursor, str(path))
+        term = begin_term(output_dir, last.term + 1)
+        return Lineage(term, last.version, last.optimizer_step, last.cursor)
 
     def _begin_term(self) -> None:
         """Connects and syncs; transformers has restored the checkpoint's weights by now."""
@@ -206,7 +216,7 @@ class AsyncGRPOTrainer(Trainer):
         outcome = self.term.begin(restored)
         if outcome is not None:
             self._means.add({"weight_sync_time_s": outcome.total_s})
-            self._step = _StepInProgress(fingerprint=self._fingerprint())
+            self._norms = parameter_norms(self.model)
 
     def _start_worker(self) -> None:
         self.term.start_worker()
@@ -285,162 +295,75 @@ class AsyncGRPOTrainer(Trainer):
         return 1, max_steps, prompts, max_steps * samples, samples, max_steps, max_steps
 
     def _next_plan(self) -> StepPlan:
-        """Rank 0 decides what the step consumes; every rank gets the same plan, or the same failure."""
-        answer: list[Any] = [None]
-        failure: BaseException | None = None
-        if self.is_world_process_zero():
-            try:
-                groups, wait_s = self.term.next_groups()
-                answer = [
-                    StepPlan(
-                        self.term.term,
-                        self.term.optimizer_step,
-                        self.term.version,
-                        groups,
-                        self.term.weights_are_version,
-                        wait_s,
-                    )
-                ]
-            except BaseException as error:  # also an interrupt: the other ranks wait for an answer
-                failure, answer = error, [repr(error)]
-        broadcast_object_list(answer, from_process=0)
-        if failure is not None:
-            raise failure
-        if isinstance(answer[0], str):
-            raise GrpoLabError(f"rank 0 could not form the next optimizer step: {answer[0]}")
-        return answer[0]
+        return decided_by_rank_zero(self._plan, self.is_world_process_zero())
 
-    def training_step(
-        self, model: nn.Module, inputs: StepPlan, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        """The gradient of the whole step that ``inputs`` plans; returns its loss."""
-        began = time.monotonic()
+    def _plan(self) -> StepPlan:
+        """What the step that begins now consumes."""
+        term = self.term
+        groups, wait_s = term.next_groups()
+        return StepPlan(
+            term.term, term.optimizer_step, term.version, groups, term.weights_are_version, wait_s
+        )
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """The gradient of the whole step that ``inputs``, a ``StepPlan``, describes; returns its loss."""
+        plan: StepPlan = inputs
+        step = self._step = StepInProgress(plan, time.monotonic())
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         samples = train_samples(
-            inputs,
+            plan,
             loss_type=self.args.loss_type,
-            scale_rewards=self.args.scale_rewards,
+            scale_rewards=self.args.scale_rewards,  # type: ignore[arg-type]
             advantage_epsilon=self.args.advantage_epsilon,
             max_completion_length=self.args.max_completion_length,
         )
         if self.is_world_process_zero():
-            for group in inputs.groups:
-                self._emit_consumed(inputs, group)
-
-        def micro_batch_began(number: int, micro_batch: Sequence[TrainSample], tokens: int) -> None:
-            self.recorder.emit(
-                MicroBatchBegan(
-                    term=inputs.term,
-                    optimizer_step=inputs.optimizer_step,
-                    version=inputs.version,
-                    rank=self.args.process_index,
-                    micro_batch=number,
-                    groups=tuple(dict.fromkeys(item.group_id for item in micro_batch)),
-                    samples=len(micro_batch),
-                    tokens=tokens,
-                )
-            )
-
-        totals = accumulate_gradient(model, self.accelerator, self.args, inputs, samples, micro_batch_began)
-        totals = totals.reduced(self.accelerator, _CORRECTION_METRICS)
-        if not math.isfinite(totals.loss):
+            self._events.consumed(plan, self.term.step_of_version)
+        began = functools.partial(self._events.micro_batch_began, plan)
+        totals = accumulate_gradient(model, self.accelerator, self.args, plan, samples, began)
+        step.totals = totals.reduced(self.accelerator, _CORRECTION_METRICS)
+        if not math.isfinite(step.totals.loss):
             raise GrpoLabError(
-                f"the loss of optimizer step {inputs.optimizer_step} is {totals.loss}; the parameters were "
-                "left as they are. Lower learning_rate or max_grad_norm"
+                f"the loss of optimizer step {plan.optimizer_step} is {step.totals.loss}; the parameters "
+                "were left as they are. Lower learning_rate or max_grad_norm"
             )
-        self._step = _StepInProgress(inputs, totals, began, self._step.fingerprint)
-        return torch.tensor(totals.loss, device=self.args.device)
-
-    def _emit_consumed(self, plan: StepPlan, group: Any) -> None:
-        corrected = self.args.correction in USES_BEHAVIOUR_LOGPROBS
-        versions = {span.version for sample in group.samples for span in sample.spans}
-        versions |= {version for one in group.samples for version in (one.version_first, one.version_last)}
-        self.recorder.emit(
-            GroupConsumed(
-                term=plan.term,
-                group=group.group_id,
-                number=group.number,
-                prompt_index=group.prompt_index,
-                samples=tuple(sample.sample_id for sample in group.samples),
-                versions_first=tuple(sample.version_first for sample in group.samples),
-                versions_last=tuple(sample.version_last for sample in group.samples),
-                version=plan.version,
-                optimizer_step=plan.optimizer_step,
-                optimizer_step_first=self.term.step_of_version(group.version_first),
-                correction=self.args.correction,
-                correction_versions=tuple(sorted(versions)) if corrected else (),
-            )
-        )
+        return torch.tensor(step.totals.loss, device=self.args.device)
 
     def _step_applied(self) -> None:
         """Right after ``optimizer.step()``: what the step consumed is done."""
-        step, plan = self._step, self._step.plan
-        if plan is None:
+        step = self._step
+        if step is None:
             raise GrpoLabError("an optimizer step was applied that no plan stands behind")
-        fingerprint = self._fingerprint()
-        changed = not torch.equal(fingerprint, step.fingerprint)
-        metrics = plan_metrics(plan, self.rewards.names) | _correction_metrics(step.totals)
-        metrics["tokens"] = float(step.totals.tokens)
+        norms = parameter_norms(self.model)
+        changed = not torch.equal(norms, self._norms)
+        self._norms = norms
+        metrics = step.metrics(self.rewards.names)
         self._means.add(metrics)
-        self.term.step_applied(plan.groups)
+        self.term.step_applied(step.plan.groups)
         if self.is_world_process_zero():
-            self._emit_step(step, plan, metrics, changed)
-        self._step = _StepInProgress(plan, step.totals, step.began, fingerprint)
-
-    def _emit_step(
-        self, step: _StepInProgress, plan: StepPlan, metrics: dict[str, float], changed: bool
-    ) -> None:
-        totals = step.totals
-        if totals.gap_tokens:
-            self.recorder.emit(
-                LogprobGapMeasured(
-                    version=plan.version,
-                    gap_max=totals.gap_max,
-                    gap_mean=totals.gap_sum / totals.gap_tokens,
-                    tokens=totals.gap_tokens,
-                )
-            )
-        self.recorder.emit(
-            OptimizerStepApplied(
-                term=plan.term,
-                optimizer_step=plan.optimizer_step,
-                version=plan.version,
-                loss=totals.loss,
-                reward_mean=metrics.get("reward"),
-                grad_norm=self._grad_norm,
-                tokens=totals.tokens,
-                duration_s=time.monotonic() - step.began,
-                wait_s=plan.wait_s,
-                changed=changed,
-                metrics=metrics,
-            )
-        )
-
-    def _fingerprint(self) -> torch.Tensor:
-        """A norm per parameter: equal before and after a step when the step changed nothing."""
-        parameters = [parameter.detach() for parameter in self.model.parameters()]
-        return torch.stack([norm.float() for norm in torch._foreach_norm(parameters)])
+            self._events.applied(step, metrics, self._grad_norm, changed)
 
     def _epochs_done(self) -> float:
         return self.term.optimizer_step * self.args.groups_per_step / len(self.train_dataset)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        value = super()._get_grad_norm(model, grad_norm=grad_norm)
+        value = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
         self._grad_norm = None if value is None else float(value)
         return value
 
     def floating_point_ops(self, inputs: Any) -> int:
         """About 6 operations a parameter and token: forward and backward."""
-        return 6 * sum(parameter.numel() for parameter in self.model.parameters()) * self._step.totals.tokens
+        tokens = 0 if self._step is None else self._step.totals.tokens
+        return 6 * tokens * int(sum(parameter.numel() for parameter in self.model.parameters()))
 
     # ---- logs and checkpoints --------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs = logs | self._means.take()
-            if self.args.log_completions and self._step.plan is not None and self.is_world_process_zero():
+            if self.args.log_completions and self._step is not None and self.is_world_process_zero():
                 limit = self.args.num_completions_to_print
                 print_completions(self._step.plan, self.term.optimizer_step, limit)
         super().log(logs, start_time)
@@ -482,22 +405,6 @@ class AsyncGRPOTrainer(Trainer):
         )
 
 
-class _StepInProgress:
-    """What is known of the step between its plan and the change of the parameters."""
-
-    def __init__(
-        self,
-        plan: StepPlan | None = None,
-        totals: StepTotals | None = None,
-        began: float = 0.0,
-        fingerprint: torch.Tensor | None = None,
-    ) -> None:
-        self.plan = plan
-        self.totals = totals or StepTotals()
-        self.began = began
-        self.fingerprint = torch.empty(0) if fingerprint is None else fingerprint
-
-
 class _StepPlans:
     """One plan per optimizer step, made when it is asked for: nothing is prefetched."""
 
@@ -507,16 +414,6 @@ class _StepPlans:
     def __iter__(self) -> Iterator[StepPlan]:
         while True:
             yield self._next_plan()
-
-
-def _correction_metrics(totals: StepTotals) -> dict[str, float]:
-    tokens = max(totals.tokens, 1)
-    names = {
-        "ratio_sum": "sampling/importance_sampling_ratio/mean",
-        "truncated": "sampling/truncated_ratio",
-        "clipped": "clip_ratio/region_mean",
-    }
-    return {names[name]: value / tokens for name, value in totals.correction.items() if name in names}
 
 
 def _announcing(worker: RolloutWorkerProtocol) -> WorkerFactory:
