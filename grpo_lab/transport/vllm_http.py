@@ -16,6 +16,7 @@ import httpx
 
 from grpo_lab.errors import ConfigError, EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from grpo_lab.ports import Recorder
+from grpo_lab.transport.connections import KeepAliveTransport
 from grpo_lab.types import (
     Completion,
     EngineCapabilities,
@@ -83,10 +84,9 @@ class VllmHttpEngine:
         self._capabilities = STOCK
         self._model = ""
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        # No cap on connections: requests that are held by a pause must not block the resume behind them.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        # It has no cap on connections: requests held by a pause must not block the resume behind them.
         self._client = httpx.AsyncClient(
-            base_url=self._url, headers=headers, limits=limits, transport=transport, trust_env=False
+            base_url=self._url, headers=headers, transport=transport or KeepAliveTransport(), trust_env=False
         )
 
     @property
