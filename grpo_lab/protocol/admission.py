@@ -56,7 +56,8 @@ class StalenessBound:
                 f"at least weight_sync_steps - 1 = {between_syncs}",
                 "Even the freshest sample grows that old between two syncs: sync more often",
             )
-        largest = self.admission_limit(0) or self.groups_per_step
+        limit = self.admission_limit(0)
+        largest = self.groups_per_step if limit is None else limit
         if self.window < 1 or largest < self.groups_per_step:
             spare = largest + self.window - 1 - self.groups_per_step
             raise ConfigError(
