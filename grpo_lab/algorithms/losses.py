@@ -35,7 +35,7 @@ def dr_grpo(lengths: Sequence[int], max_completion_length: int) -> list[float]:
 
     Dr. GRPO, arXiv 2503.20783, section 3.2.
     """
-    return [1.0 / (len(lengths) * max_completion_length)] * len(lengths)
+    return [1.0 / (len(lengths) * max_completion_length) for _ in lengths]
 
 
 LOSSES: dict[str, TokenWeights] = {"grpo": grpo, "dapo": dapo, "dr_grpo": dr_grpo}

@@ -204,7 +204,7 @@ class RewardFunctions:
         self, function: RewardFunction, arguments: JsonDict, count: int
     ) -> tuple[float | None, ...]:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as scope:
                 if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
                     getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
                 ):
@@ -213,10 +213,10 @@ class RewardFunctions:
                     result = await asyncio.to_thread(function, **arguments)
                 else:
                     result = function(**arguments)
-        except TimeoutError as error:
-            message = f"reward function {_name(function)} gave nothing within {self._timeout_s:g} s"
-            raise RewardError(f"{message}; raise reward_timeout or make it faster") from error
         except Exception as error:
+            if scope.expired():
+                message = f"reward function {_name(function)} gave nothing within {self._timeout_s:g} s"
+                raise RewardError(f"{message}; raise reward_timeout or make it faster") from error
             raise RewardError(f"reward function {_name(function)} raised {error!r}") from error
         return _checked(result, _name(function), count)
 
