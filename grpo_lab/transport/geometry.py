@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ class Invitation:
         return cls(text(info, "member"), text(info, "token"), geometry, float(timeout_s))
 
 
-def field(info: JsonDict, name: str, valid: Any, wanted: str) -> Any:
+def field(info: JsonDict, name: str, valid: Callable[[Any], bool], wanted: str) -> Any:
     """``info[name]`` when ``valid`` accepts it; raises ``HandshakeError`` otherwise."""
     value = info.get(name)
     if not valid(value):

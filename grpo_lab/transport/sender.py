@@ -29,6 +29,7 @@ class Session:
     board: SlotBoard
     resource: str = ""
     accepted: bool = False
+    sending: bool = False
 
 
 class RingTransport(ABC):
@@ -134,6 +135,9 @@ class RingTransport(ABC):
         session = self._require_session()
         if not session.accepted:
             raise TransportError("send() before accept(): not every member has joined")
+        if session.sending:
+            raise TransportError("send() during a send: at most one sync is in flight")
+        session.sending = True
         loop = asyncio.get_running_loop()
         began_s, drawing_s = loop.time(), 0.0
         try:
@@ -156,6 +160,7 @@ class RingTransport(ABC):
         except BaseException:
             await self._close(session)
             raise
+        session.sending = False
         return loop.time() - began_s - drawing_s
 
     async def close(self) -> None:

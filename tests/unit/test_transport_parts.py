@@ -506,6 +506,8 @@ def test_a_send_that_is_cancelled_or_closed_gives_everything_back(kind):
         buckets = receiver.receive(SYNC, transport.update_info(SYNC))
         sending = asyncio.create_task(transport.send(SYNC, two_buckets()))
         assert (await anext(buckets)).index == 0
+        with pytest.raises(TransportError, match="at most one sync"):
+            await transport.send(SYNC, two_buckets())
         if kind == "cancel":
             sending.cancel()
             with pytest.raises(asyncio.CancelledError):
