@@ -129,7 +129,9 @@ def _announce(listener: socket.socket) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ``ConfigError`` when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only on sockets that name their protocol; with it on, every
+    # answer waits for the client's delayed acknowledgement (40 ms on loopback).
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
