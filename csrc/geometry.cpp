@@ -4,32 +4,33 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "transpose.h"
+
 namespace grpo {
 
 namespace {
-
-template <typename T>
-void gather_row(const uint8_t* from, int64_t stride, int64_t count, uint8_t* out) {
-    auto* in = reinterpret_cast<const T*>(from);
-    auto* to = reinterpret_cast<T*>(out);
-    for (int64_t i = 0; i < count; ++i) to[i] = in[i * stride];
-}
-
-template <typename T>
-void scatter_row(uint8_t* to, int64_t stride, int64_t count, const uint8_t* in) {
-    auto* from = reinterpret_cast<const T*>(in);
-    auto* out = reinterpret_cast<T*>(to);
-    for (int64_t i = 0; i < count; ++i) out[i * stride] = from[i];
-}
 
 struct Raw16 {
     uint64_t low, high;
 };
 
-// Calls visit(offset_elements, stride, run, done) for each maximal run along the last dimension.
+// Calls f(T{}) for the unsigned type of `item` bytes.
+template <typename F>
+void with_type(size_t item, F f) {
+    switch (item) {
+        case 1: return f(uint8_t{});
+        case 2: return f(uint16_t{});
+        case 4: return f(uint32_t{});
+        case 8: return f(uint64_t{});
+        default: return f(Raw16{});
+    }
+}
+
+// Walks row-major positions [first, first + count) in steps that are simple in memory. Each step is handed on as
+// visit(offset, rows, run, done): `rows` whole rows of the last two dimensions, or one part of a row of `run` elements.
 template <typename Visit>
-void for_each_run(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t first, int64_t count, Visit visit) {
-    const size_t rank = sizes.size();
+void walk(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t first, int64_t count, Visit visit) {
+    const size_t rank = sizes.size(), last = rank - 1;
     int64_t index[64];
     int64_t offset = 0;
     for (size_t d = rank; d-- > 0;) {
@@ -38,12 +39,20 @@ void for_each_run(const std::vector<int64_t>& sizes, const std::vector<int64_t>&
         offset += index[d] * strides[d];
     }
     for (int64_t done = 0; done < count;) {
-        const int64_t run = std::min(count - done, sizes[rank - 1] - index[rank - 1]);
-        visit(offset, strides[rank - 1], run, done);
-        done += run;
-        index[rank - 1] += run;
-        offset += run * strides[rank - 1];
-        for (size_t d = rank - 1; d > 0 && index[d] == sizes[d]; --d) {
+        const int64_t row = sizes[last];
+        int64_t rows = rank > 1 && index[last] == 0 ? std::min((count - done) / row, sizes[last - 1] - index[last - 1]) : 0;
+        const int64_t run = rows > 0 ? row : std::min(count - done, row - index[last]);
+        rows = std::max(rows, int64_t{1});
+        visit(offset, rows, run, done);
+        done += rows * run;
+        // Step over what was visited, then carry.
+        index[last] += run;
+        offset += run * strides[last];
+        if (rank > 1 && rows > 1) {
+            index[last - 1] += rows - 1;
+            offset += (rows - 1) * strides[last - 1];
+        }
+        for (size_t d = last; d > 0 && index[d] == sizes[d]; --d) {
             offset += strides[d - 1] - sizes[d] * strides[d];
             index[d] = 0;
             ++index[d - 1];
@@ -94,32 +103,36 @@ bool Geometry::writable() const {
 }
 
 void Geometry::gather(const uint8_t* base, size_t item, int64_t first, int64_t count, uint8_t* out) const {
-    for_each_run(sizes_, strides_, first, count, [&](int64_t offset, int64_t stride, int64_t run, int64_t done) {
-        const uint8_t* from = base + offset * static_cast<int64_t>(item);
-        uint8_t* to = out + done * static_cast<int64_t>(item);
-        if (stride == 1) memcpy(to, from, static_cast<size_t>(run) * item);
-        else switch (item) {
-            case 1: gather_row<uint8_t>(from, stride, run, to); break;
-            case 2: gather_row<uint16_t>(from, stride, run, to); break;
-            case 4: gather_row<uint32_t>(from, stride, run, to); break;
-            case 8: gather_row<uint64_t>(from, stride, run, to); break;
-            default: gather_row<Raw16>(from, stride, run, to); break;
-        }
+    const int64_t step = strides_.back(), row_step = row_stride();
+    with_type(item, [&](auto zero) {
+        using T = decltype(zero);
+        const T* from = reinterpret_cast<const T*>(base);
+        T* to = reinterpret_cast<T*>(out);
+        walk(sizes_, strides_, first, count, [&](int64_t offset, int64_t rows, int64_t run, int64_t done) {
+            if constexpr (sizeof(T) <= 8)
+                if (row_step == 1 && rows > 1) return transpose(from + offset, step, run, rows, to + done, run);
+            for (int64_t row = 0; row < rows; ++row, offset += row_step, done += run) {
+                if (step == 1) memcpy(to + done, from + offset, static_cast<size_t>(run) * sizeof(T));
+                else for (int64_t i = 0; i < run; ++i) to[done + i] = from[offset + i * step];
+            }
+        });
     });
 }
 
 void Geometry::scatter(uint8_t* base, size_t item, int64_t first, int64_t count, const uint8_t* in) const {
-    for_each_run(sizes_, strides_, first, count, [&](int64_t offset, int64_t stride, int64_t run, int64_t done) {
-        uint8_t* to = base + offset * static_cast<int64_t>(item);
-        const uint8_t* from = in + done * static_cast<int64_t>(item);
-        if (stride == 1) memcpy(to, from, static_cast<size_t>(run) * item);
-        else switch (item) {
-            case 1: scatter_row<uint8_t>(to, stride, run, from); break;
-            case 2: scatter_row<uint16_t>(to, stride, run, from); break;
-            case 4: scatter_row<uint32_t>(to, stride, run, from); break;
-            case 8: scatter_row<uint64_t>(to, stride, run, from); break;
-            default: scatter_row<Raw16>(to, stride, run, from); break;
-        }
+    const int64_t step = strides_.back(), row_step = row_stride();
+    with_type(item, [&](auto zero) {
+        using T = decltype(zero);
+        T* to = reinterpret_cast<T*>(base);
+        const T* from = reinterpret_cast<const T*>(in);
+        walk(sizes_, strides_, first, count, [&](int64_t offset, int64_t rows, int64_t run, int64_t done) {
+            if constexpr (sizeof(T) <= 8)
+                if (row_step == 1 && rows > 1) return transpose(from + done, run, rows, run, to + offset, step);
+            for (int64_t row = 0; row < rows; ++row, offset += row_step, done += run) {
+                if (step == 1) memcpy(to + offset, from + done, static_cast<size_t>(run) * sizeof(T));
+                else for (int64_t i = 0; i < run; ++i) to[offset + i * step] = from[done + i];
+            }
+        });
     });
 }
 

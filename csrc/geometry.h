@@ -26,6 +26,7 @@ class Geometry {
     void scatter(uint8_t* base, size_t item, int64_t first, int64_t count, const uint8_t* in) const;
 
   private:
+    int64_t row_stride() const { return strides_.size() > 1 ? strides_[strides_.size() - 2] : 0; }
     std::vector<int64_t> sizes_, strides_;
     int64_t count_ = 1, last_offset_ = 0;
     bool contiguous_ = true;

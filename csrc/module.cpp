@@ -126,7 +126,7 @@ PYBIND11_MODULE(_packing, m) {
     m.def("copy",
           [](const py::buffer& to, const py::buffer& from, Pool& pool, const std::string& isa) {
               const py::buffer_info out = bytes_of(to, true), in = bytes_of(from, false);
-              const size_t bytes = size_of(in), step = size_t{256} << 10;
+              const size_t bytes = size_of(in), step = Scratch::kTaskBytes;
               if (size_of(out) < bytes) throw std::invalid_argument("the target is smaller than the source");
               const Kernels& kernels = kernels_of(isa);
               py::gil_scoped_release release;

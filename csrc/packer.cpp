@@ -106,144 +106,155 @@ const View* Views::next(const View* view) const {
 
 namespace {
 
-constexpr size_t kTaskLeaves = 4;  // 256 KiB: large enough to amortise a task, small enough to balance threads
+constexpr int64_t kBlock = xxh3::kBlock, kLeaf = xxh3::kLeaf, kTaskBytes = Scratch::kTaskBytes;
+static_assert(kTaskBytes % kLeaf == 0);
+
+size_t tasks_of(int64_t bytes) { return static_cast<size_t>((bytes + kTaskBytes - 1) / kTaskBytes); }
 
 // The first piece that ends after byte `at`.
 const Piece* piece_at(const Buckets& buckets, int64_t bucket, int64_t at) {
     return std::partition_point(buckets.begin(bucket), buckets.end(bucket), [&](const Piece& piece) { return buckets.end_of(piece) <= at; });
 }
 
-class Filler {
-  public:
-    Filler(const Buckets& buckets, const Views& sources, int64_t bucket, uint8_t* to, Mode mode)
-        : buckets_(buckets), sources_(sources), bucket_(bucket), to_(to), mode_(mode) {}
+// One piece's share of a task, as contiguous elements of the source's dtype.
+struct Run {
+    int64_t begin, end;  // bytes of the bucket
+    const uint8_t* from;
+    Dtype from_dtype, wire_dtype;
+};
 
-    // Fills bytes [begin, end), one leaf of the tree hash, and returns its hash.
-    uint64_t fill(int64_t begin, int64_t end, Scratch& scratch) const {
-        const Piece* piece = piece_at(buckets_, bucket_, begin);
+// Fills bytes [begin, end) of a bucket, one task, leaf after leaf.
+class Task {
+  public:
+    Task(const Buckets& buckets, const Views& sources, int64_t bucket, int64_t begin, int64_t end, uint8_t* to, Mode mode, Scratch& scratch)
+        : buckets_(buckets), sources_(sources), next_(piece_at(buckets, bucket, begin)), last_(buckets.end(bucket)), begin_(begin), end_(end),
+          to_(to), mode_(mode), scratch_(scratch) {
+        load();
+    }
+
+    // Fills the leaf [begin, end) and returns its hash (0 without one). Leaves must be filled in order.
+    uint64_t fill(int64_t begin, int64_t end) {
         if (end - begin <= static_cast<int64_t>(xxh3::kShort)) {
-            stage(piece, begin, end, scratch);
-            memcpy(to_ + begin, scratch.staged, static_cast<size_t>(end - begin));
-            return mode_.hash ? padded_xxh3(scratch.staged, static_cast<size_t>(end - begin), *mode_.kernels) : 0;
+            stage(begin, end);
+            memcpy(to_ + begin, scratch_.staged, static_cast<size_t>(end - begin));
+            return mode_.hash ? padded_xxh3(scratch_.staged, static_cast<size_t>(end - begin), *mode_.kernels) : 0;
         }
         uint64_t acc[xxh3::kLanes];
         xxh3::init(acc);
-        uint64_t* folded = mode_.hash ? acc : nullptr;
         const int64_t last_block = begin + (end - begin - 1) / kBlock * kBlock;  // XXH3 treats it apart
-        for (int64_t at = begin;;) {
-            while (piece != buckets_.end(bucket_) && buckets_.end_of(*piece) <= at) ++piece;
-            const int64_t direct = std::min(last_block, direct_end(piece, at));
-            if (direct - at >= kBlock) {
-                const int64_t blocks = (direct - at) / kBlock;
-                mode_.kernels->copy_blocks(folded, to_ + at, source(*piece, at), static_cast<size_t>(blocks), mode_.stream);
-                at += blocks * kBlock;
-                continue;
+        int64_t at = begin;
+        while (at < last_block) {
+            const int64_t direct = std::min(last_block, direct_end(at)), staged = std::min(last_block, at + static_cast<int64_t>(Scratch::kUnit));
+            const uint8_t* from = scratch_.staged;
+            int64_t blocks = (direct - at) / kBlock;
+            if (blocks > 0) {
+                from = run_.from + (at - run_.begin);
+            } else {
+                stage(at, staged);
+                blocks = (staged - at) / kBlock;
             }
-            const int64_t upto = std::min(end, at + static_cast<int64_t>(Scratch::kUnit));
-            stage(piece, at, upto, scratch);
-            const int64_t blocks = (std::min(upto, last_block) - at) / kBlock;
-            if (blocks > 0) mode_.kernels->copy_blocks(folded, to_ + at, scratch.staged, static_cast<size_t>(blocks), mode_.stream);
-            if (upto < end) {
-                at = upto;
-                continue;
-            }
-            const uint8_t* rest = scratch.staged + blocks * kBlock;
-            const auto rest_bytes = static_cast<size_t>(upto - at - blocks * kBlock);
-            memcpy(to_ + at + blocks * kBlock, rest, rest_bytes);
-            return mode_.hash ? finish(acc, rest, rest_bytes, begin, end) : 0;
+            mode_.kernels->copy_blocks(mode_.hash ? acc : nullptr, to_ + at, from, static_cast<size_t>(blocks), mode_.stream);
+            at += blocks * kBlock;
         }
+        return finish(acc, begin, at, end);
     }
 
   private:
-    static constexpr int64_t kBlock = xxh3::kBlock;
-
-    uint64_t finish(uint64_t* acc, const uint8_t* rest, size_t rest_bytes, int64_t begin, int64_t end) const {
-        const auto length = static_cast<size_t>(end - begin);
-        if (rest_bytes >= xxh3::kStripe) return finish_leaf(acc, rest, rest_bytes, length, *mode_.kernels);
+    // Copies the last block, [at, end), and ends the leaf's hash.
+    uint64_t finish(uint64_t* acc, int64_t begin, int64_t at, int64_t end) {
+        const uint8_t* from = scratch_.staged;
+        if (direct_end(at) >= end) from = run_.from + (at - run_.begin);
+        else stage(at, end);
+        const auto rest = static_cast<size_t>(end - at), length = static_cast<size_t>(end - begin);
+        if (rest == kBlock) mode_.kernels->copy_blocks(nullptr, to_ + at, from, 1, mode_.stream);
+        else memcpy(to_ + at, from, rest);
+        if (!mode_.hash) return 0;
+        if (rest >= xxh3::kStripe) return finish_leaf(acc, from, rest, length, *mode_.kernels);
         // The last stripe reaches back into what was already written.
         mode_.kernels->fence();
         uint8_t stripe[xxh3::kStripe];
         memcpy(stripe, to_ + end - xxh3::kStripe, sizeof stripe);
-        return finish_leaf(acc, stripe + sizeof stripe - rest_bytes, rest_bytes, length, *mode_.kernels);
+        return finish_leaf(acc, stripe + sizeof stripe - rest, rest, length, *mode_.kernels);
     }
 
-    const View& view(const Piece& piece) const { return *sources_.first(piece.tensor); }
-    Dtype wire(const Piece& piece) const { return buckets_.tensors()[static_cast<size_t>(piece.tensor)].dtype; }
-
-    // Where the bytes that can be copied straight from the source end; `at` if there are none.
-    int64_t direct_end(const Piece* piece, int64_t at) const {
-        if (piece == buckets_.end(bucket_) || piece->offset > at) return at;
-        const View& from = view(*piece);
-        return from.geometry.contiguous() && from.dtype == wire(*piece) ? buckets_.end_of(*piece) : at;
+    // Makes `run_` the next piece's share of this task; strided sources are gathered here, all of the share at once.
+    void load() {
+        if (next_ == last_ || next_->offset >= end_) {
+            run_ = Run{end_, end_, nullptr, Dtype::raw1, Dtype::raw1};
+            return;
+        }
+        const Piece& piece = *next_++;
+        const View& view = *sources_.first(piece.tensor);
+        const Dtype wire_dtype = buckets_.tensors()[static_cast<size_t>(piece.tensor)].dtype;
+        const auto item = static_cast<int64_t>(item_bytes(view.dtype)), wire_item = static_cast<int64_t>(item_bytes(wire_dtype));
+        // Both are on element boundaries: offsets are aligned to elements, and tasks to far more.
+        const int64_t begin = std::max(piece.offset, begin_), end = std::min(buckets_.end_of(piece), end_);
+        const int64_t first = piece.first + (begin - piece.offset) / wire_item;
+        run_ = Run{begin, end, view.data + first * item, view.dtype, wire_dtype};
+        if (!view.geometry.contiguous()) {
+            view.geometry.gather(view.data, static_cast<size_t>(item), first, (end - begin) / wire_item, scratch_.gathered);
+            run_.from = scratch_.gathered;
+        }
     }
 
-    const uint8_t* source(const Piece& piece, int64_t at) const {
-        const View& from = view(piece);
-        return from.data + piece.first * static_cast<int64_t>(item_bytes(from.dtype)) + (at - piece.offset);
+    // Where the bytes that can be copied straight from memory end; `at` if there are none.
+    int64_t direct_end(int64_t at) {
+        while (run_.end <= at && run_.end < end_) load();
+        return run_.begin <= at && run_.from_dtype == run_.wire_dtype ? run_.end : at;
     }
 
-    // Assembles bytes [at, upto) in scratch.staged, with zeros between pieces. Leaves `piece` at the last one used.
-    void stage(const Piece*& piece, int64_t at, int64_t upto, Scratch& scratch) const {
-        uint8_t* out = scratch.staged;
-        const Piece* const last = buckets_.end(bucket_);
+    // Assembles bytes [at, upto) in scratch.staged: cast, and with zeros between pieces.
+    void stage(int64_t at, int64_t upto) {
+        uint8_t* out = scratch_.staged;
         while (at < upto) {
-            while (piece != last && buckets_.end_of(*piece) <= at) ++piece;
-            const int64_t start = piece == last ? upto : std::min(upto, piece->offset);
-            if (at < start) {
-                memset(out, 0, static_cast<size_t>(start - at));
-                out += start - at;
-                at = start;
+            while (run_.end <= at && run_.end < end_) load();
+            if (run_.begin > at) {
+                const int64_t gap = std::min(upto, run_.begin) - at;
+                memset(out, 0, static_cast<size_t>(gap));
+                out += gap;
+                at += gap;
                 continue;
             }
-            const int64_t stop = std::min(upto, buckets_.end_of(*piece));
-            produce(*piece, at, stop, out, scratch);
+            const int64_t stop = std::min(upto, run_.end);
+            const auto wire_item = static_cast<int64_t>(item_bytes(run_.wire_dtype)), item = static_cast<int64_t>(item_bytes(run_.from_dtype));
+            const int64_t count = (stop - at) / wire_item;
+            const uint8_t* from = run_.from + (at - run_.begin) / wire_item * item;
+            if (run_.from_dtype == run_.wire_dtype) memcpy(out, from, static_cast<size_t>(stop - at));
+            else mode_.kernels->convert(run_.wire_dtype, out, run_.from_dtype, from, static_cast<size_t>(count));
             out += stop - at;
             at = stop;
         }
     }
 
-    // Both ends are on element boundaries: offsets are aligned to elements, and units and leaves to 1024 bytes.
-    void produce(const Piece& piece, int64_t at, int64_t stop, uint8_t* out, Scratch& scratch) const {
-        const View& from = view(piece);
-        const Dtype to_dtype = wire(piece);
-        const auto item = static_cast<int64_t>(item_bytes(from.dtype)), wire_item = static_cast<int64_t>(item_bytes(to_dtype));
-        const int64_t first = piece.first + (at - piece.offset) / wire_item, count = (stop - at) / wire_item;
-        const bool cast = from.dtype != to_dtype;
-        const uint8_t* in = from.data + first * item;
-        if (!from.geometry.contiguous()) {
-            uint8_t* gathered = cast ? scratch.gathered : out;
-            from.geometry.gather(from.data, static_cast<size_t>(item), first, count, gathered);
-            in = gathered;
-        }
-        if (cast) mode_.kernels->convert(to_dtype, out, from.dtype, in, static_cast<size_t>(count));
-        else if (in != out) memcpy(out, in, static_cast<size_t>(stop - at));
-    }
-
     const Buckets& buckets_;
     const Views& sources_;
-    int64_t bucket_;
+    const Piece *next_, *last_;
+    int64_t begin_, end_;
     uint8_t* to_;
     Mode mode_;
+    Scratch& scratch_;
+    Run run_;
 };
 
 // Writes `count` elements from `first` on to one view.
 void deliver(const View& to, Dtype wire, int64_t first, int64_t count, const uint8_t* in, const Mode& mode, Scratch& scratch) {
     const auto item = static_cast<int64_t>(item_bytes(to.dtype)), wire_item = static_cast<int64_t>(item_bytes(wire));
-    const bool contiguous = to.geometry.contiguous(), cast = to.dtype != wire;
-    if (contiguous && !cast) {
-        mode.kernels->copy(to.data + first * item, in, static_cast<size_t>(count * item), mode.stream);
+    const bool cast = to.dtype != wire;
+    if (!to.geometry.contiguous()) {
+        if (cast) mode.kernels->convert(to.dtype, scratch.gathered, wire, in, static_cast<size_t>(count));
+        to.geometry.scatter(to.data, static_cast<size_t>(item), first, count, cast ? scratch.gathered : in);
+        return;
+    }
+    uint8_t* out = to.data + first * item;
+    if (!cast) {
+        mode.kernels->copy(out, in, static_cast<size_t>(count * item), mode.stream);
         return;
     }
     const int64_t unit = static_cast<int64_t>(Scratch::kUnit) / item;
-    for (; count > 0; first += unit, count -= unit, in += unit * wire_item) {
+    for (; count > 0; count -= unit, in += unit * wire_item, out += unit * item) {
         const int64_t n = std::min(count, unit);
-        const uint8_t* converted = in;
-        if (cast) {
-            mode.kernels->convert(to.dtype, scratch.staged, wire, in, static_cast<size_t>(n));
-            converted = scratch.staged;
-        }
-        if (contiguous) mode.kernels->copy(to.data + first * item, converted, static_cast<size_t>(n * item), mode.stream);
-        else to.geometry.scatter(to.data, static_cast<size_t>(item), first, n, converted);
+        mode.kernels->convert(to.dtype, scratch.staged, wire, in, static_cast<size_t>(n));
+        mode.kernels->copy(out, scratch.staged, static_cast<size_t>(n * item), mode.stream);
     }
 }
 
@@ -254,28 +265,25 @@ uint64_t pack(const Buckets& buckets, const Views& sources, Pool& pool, int64_t 
         const View* source = sources.first(piece->tensor);
         if (!source || !source->data) refuse("a tensor of the bucket is not bound");
     }
-    const int64_t bytes = buckets.bytes(bucket), leaf_bytes = xxh3::kLeaf;
+    const int64_t bytes = buckets.bytes(bucket);
     mode.stream = mode.stream && reinterpret_cast<uintptr_t>(to) % xxh3::kStripe == 0;
-    std::vector<uint64_t> leaves(static_cast<size_t>((bytes + leaf_bytes - 1) / leaf_bytes));
-    const Filler filler(buckets, sources, bucket, to, mode);
-    pool.run((leaves.size() + kTaskLeaves - 1) / kTaskLeaves, [&](size_t task, Scratch& scratch) {
-        const size_t end = std::min(leaves.size(), (task + 1) * kTaskLeaves);
-        for (size_t leaf = task * kTaskLeaves; leaf < end; ++leaf) {
-            const int64_t begin = static_cast<int64_t>(leaf) * leaf_bytes;
-            leaves[leaf] = filler.fill(begin, std::min(bytes, begin + leaf_bytes), scratch);
-        }
+    std::vector<uint64_t> leaves(static_cast<size_t>((bytes + kLeaf - 1) / kLeaf));
+    pool.run(tasks_of(bytes), [&](size_t index, Scratch& scratch) {
+        const int64_t begin = static_cast<int64_t>(index) * kTaskBytes, end = std::min(bytes, begin + kTaskBytes);
+        Task task(buckets, sources, bucket, begin, end, to, mode, scratch);
+        for (int64_t at = begin; at < end; at += kLeaf) leaves[static_cast<size_t>(at / kLeaf)] = task.fill(at, std::min(end, at + kLeaf));
         mode.kernels->fence();
     });
     return mode.hash ? root_hash(leaves, static_cast<size_t>(bytes), *mode.kernels) : 0;
 }
 
 void unpack(const Buckets& buckets, const Views& targets, Pool& pool, int64_t bucket, const uint8_t* from, Mode mode) {
-    const int64_t bytes = buckets.bytes(bucket), task_bytes = kTaskLeaves * xxh3::kLeaf;
+    const int64_t bytes = buckets.bytes(bucket);
     for (const Piece* piece = buckets.begin(bucket); piece != buckets.end(bucket); ++piece)
         for (const View* view = targets.first(piece->tensor); view; view = targets.next(view))
             if (!view->data) refuse("a target of the bucket has no memory");
-    pool.run(static_cast<size_t>((bytes + task_bytes - 1) / task_bytes), [&](size_t task, Scratch& scratch) {
-        const int64_t begin = static_cast<int64_t>(task) * task_bytes, end = std::min(bytes, begin + task_bytes);
+    pool.run(tasks_of(bytes), [&](size_t index, Scratch& scratch) {
+        const int64_t begin = static_cast<int64_t>(index) * kTaskBytes, end = std::min(bytes, begin + kTaskBytes);
         for (const Piece* piece = piece_at(buckets, bucket, begin); piece != buckets.end(bucket) && piece->offset < end; ++piece) {
             const Dtype wire = buckets.tensors()[static_cast<size_t>(piece->tensor)].dtype;
             const auto wire_item = static_cast<int64_t>(item_bytes(wire));

@@ -22,16 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+
+import torch
 
 from grpo_lab.errors import BucketCorrupt, PackingError
 from grpo_lab.packing.dtypes import DTYPES, dtype_name, dtype_named
 from grpo_lab.packing.native import buckets_of, extension, memory_of
 from grpo_lab.packing.plan import BucketPlan, TensorEntry
 from grpo_lab.packing.ring import allocate_ring, as_bytes, check_ring
-
-if TYPE_CHECKING:
-    import torch
 
 # Below this, the bucket is read again while it is still in the cache, and ordinary stores are faster.
 STREAM_BYTES = 1 << 20
@@ -80,6 +79,7 @@ class Packer:
         self._views = extension.Views(buckets_of(plan), False)
         self._mapping: Mapping[str, torch.Tensor] = {}
         self._bound: list[torch.Tensor] = []
+        self._sharded: set[int] = set()
         self._gathered: dict[int, torch.Tensor] = {}
 
     @property
@@ -108,6 +108,8 @@ class Packer:
                 strides = entry.strides if sharded else tensor.stride()
                 self._add(position, entry, strides, memory)
                 self._bound.append(tensor)
+                if sharded:
+                    self._sharded.add(position)
         except PackingError:
             self._unbind()
             raise
@@ -144,9 +146,9 @@ class Packer:
         for position in [p for p in self._gathered if p not in wanted]:
             self._views.move(position, (0, 0, 0))
             del self._gathered[position]
-        for position in wanted:
+        for position in wanted if self._sharded else ():
             tensor = self._bound[position]
-            if position in self._gathered or not _is_sharded(tensor):
+            if position in self._gathered or position not in self._sharded:
                 continue
             full = tensor.full_tensor().contiguous()  # type: ignore[attr-defined]
             self._views.move(position, memory_of(full, self.plan.tensors[position].name))
@@ -174,6 +176,7 @@ class Packer:
     def _unbind(self) -> None:
         self._views.clear()
         self._bound.clear()
+        self._sharded.clear()
         self._gathered.clear()
 
 
@@ -203,48 +206,11 @@ class Unpacker:
         wrong.
         """
         data = self._sized(bucket_index, memory)
-        targets = extension.Views(self._buckets, True)
-        for position in self.plan.tensors_of_bucket[bucket_index]:
-            entry = self.plan.tensors[position]
-            if entry.numel:
-                self._add(targets, position, entry, into)
-        extension.unpack(targets, self._pool, bucket_index, data, data.nbytes >= STREAM_BYTES, self._isa)
+        Targets(self, into, self.plan.tensors_of_bucket[bucket_index])._unpack(bucket_index, data)
 
-    def _add(
-        self, targets: extension.Views, position: int, entry: TensorEntry, into: Mapping[str, torch.Tensor]
-    ) -> None:
-        written: set[tuple[int, tuple[int, ...]]] = set()
-        for name in entry.names:
-            if name not in into:
-                continue
-            tensor = into[name]
-            _check_same(
-                entry,
-                tensor,
-                tuple(DTYPES) if DTYPES[entry.wire_dtype].castable else (entry.wire_dtype,),
-                name,
-            )
-            memory = memory_of(tensor, name)
-            strides = tensor.stride()
-            if (memory[0], strides) in written:
-                continue
-            written.add((memory[0], strides))
-            try:
-                targets.add(
-                    position,
-                    dtype_named(dtype_name(tensor), f"tensor {name!r}").code,
-                    entry.shape,
-                    strides,
-                    memory,
-                )
-            except ValueError as error:
-                raise PackingError(
-                    f"target {name!r} ({dtype_name(tensor)}, sent as {entry.wire_dtype}): {error}"
-                ) from None
-        if not written:
-            raise PackingError(
-                f"no target for tensor {entry.name!r}; give one under one of {', '.join(entry.names)}"
-            )
+    def bind(self, into: Mapping[str, torch.Tensor]) -> Targets:
+        """Checks all targets once, for many syncs into the same tensors."""
+        return Targets(self, into, range(len(self.plan.tensors)))
 
     def _sized(self, bucket_index: int, memory: object) -> memoryview:
         expected = self.plan.bucket_nbytes(bucket_index)
@@ -252,6 +218,60 @@ class Unpacker:
         if data.nbytes != expected:
             raise BucketCorrupt(f"bucket {bucket_index}: expected {expected} bytes, found {data.nbytes}")
         return data
+
+
+class Targets:
+    """Tensors that an Unpacker writes to, kept alive. Their memory must not move: bind again if it did."""
+
+    def __init__(self, unpacker: Unpacker, into: Mapping[str, torch.Tensor], positions: range) -> None:
+        self._unpacker = unpacker
+        self._into = into
+        self._views = extension.Views(unpacker._buckets, True)
+        self._bound: dict[int, list[torch.Tensor]] = {}
+        self._starts: dict[int, int] = {}
+        for position in positions:
+            self._add(position, unpacker.plan.tensors[position])
+
+    def unpack(self, bucket_index: int, memory: object) -> None:
+        """As :meth:`Unpacker.unpack`. Raises PackingError if a target's memory moved since it was bound."""
+        data = self._unpacker._sized(bucket_index, memory)
+        span = self._unpacker.plan.tensors_of_bucket[bucket_index]
+        if span:
+            now = list(map(torch.Tensor.data_ptr, chain.from_iterable(map(self._bound.__getitem__, span))))
+            if self._views.moved(self._starts[span.start], now):
+                raise PackingError(f"targets of bucket {bucket_index} moved in memory; bind them again")
+        self._unpack(bucket_index, data)
+
+    def _unpack(self, bucket_index: int, data: memoryview) -> None:
+        unpacker = self._unpacker
+        stream = data.nbytes >= STREAM_BYTES
+        extension.unpack(self._views, unpacker._pool, bucket_index, data, stream, unpacker._isa)
+
+    def _add(self, position: int, entry: TensorEntry) -> None:
+        self._starts[position] = len(self._views)
+        bound = self._bound[position] = []
+        written: set[tuple[int, tuple[int, ...]]] = set()
+        dtypes = tuple(DTYPES) if DTYPES[entry.wire_dtype].castable else (entry.wire_dtype,)
+        for name in entry.names:
+            if name not in self._into:
+                continue
+            tensor = self._into[name]
+            _check_same(entry, tensor, dtypes, name)
+            memory, strides = memory_of(tensor, name), tensor.stride()
+            if (memory[0], strides) in written:
+                continue
+            written.add((memory[0], strides))
+            dtype = dtype_named(dtype_name(tensor), f"tensor {name!r}")
+            try:
+                self._views.add(position, dtype.code, entry.shape, strides, memory)
+            except ValueError as error:
+                raise PackingError(
+                    f"target {name!r} ({dtype.name}, sent as {entry.wire_dtype}): {error}"
+                ) from None
+            bound.append(tensor)
+        if not written:
+            names = ", ".join(entry.names)
+            raise PackingError(f"no target for tensor {entry.name!r}; give one under one of {names}")
 
 
 def hash64(memory: object) -> int:

@@ -1,0 +1,250 @@
+"""The packer against its peers, on equal terms.
+
+Every contender moves the same tensors bucket by bucket into (or out of) memory that was touched before,
+except those whose way is fresh memory. All are run in turn, `repeats` times, and medians are compared, so
+that noise of the machine falls on all of them. `flat_copy_s` is a non-temporal copy that moves as many bytes:
+the limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from grpo_lab.packing.dtypes import DTYPES
+from grpo_lab.packing.native import extension
+from grpo_lab.packing.packer import Packer, Unpacker
+from grpo_lab.packing.plan import BucketPlan, Layout
+from grpo_lab.packing.ring import allocate_ring
+from grpo_lab.packing.shapes import MODELS
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the benchmark. At most `source_limit_bytes` of the model's tensors are used, from the first
+    on.
+    """
+
+    op: str  # "pack" or "unpack"
+    model: str
+    source_dtype: str
+    wire_dtype: str
+    bucket_bytes: int
+    strides: str = "contiguous"  # or "transposed": every matrix is the transpose of what is in memory
+    layout: Layout = "aligned"
+    hash: bool = True
+    threads: int = 2
+    torch_threads: int = 2
+    source_limit_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Case):
+    """A case and what was measured; seconds are medians for all buckets of the case together."""
+
+    source_bytes: int = 0
+    wire_bytes: int = 0
+    buckets: int = 0
+    tensors: int = 0
+    ours_s: float = 0.0
+    peers_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    flat_copy_s: float = 0.0
+    verify_s: float | None = None  # unpack only: hashing what arrived
+    repeats: int = 0
+
+
+def make_tensors(case: Case) -> dict[str, torch.Tensor]:
+    """Random values; the same for every contender."""
+    dtype = getattr(torch, case.source_dtype)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(1 << 20, generator=generator).to(dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    left = case.source_limit_bytes
+    for name, shape in MODELS[case.model]:
+        if case.strides == "transposed" and (len(shape) != 2 or _nbytes(shape, dtype) > case.bucket_bytes):
+            continue  # whole matrices only: a peer cannot copy a part of a transposed one as one view
+        left -= _nbytes(shape, dtype)
+        if left < 0 and tensors:
+            break
+        memory = torch.empty(shape[::-1] if case.strides == "transposed" else shape, dtype=dtype)
+        flat = memory.view(-1)
+        for start in range(0, flat.numel(), block.numel()):
+            part = flat[start : start + block.numel()]
+            part.copy_(block[: part.numel()])
+        tensors[name] = memory.t() if case.strides == "transposed" else memory
+    return tensors
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return count
+
+
+class Contenders:
+    """The ways to move one case's tensors, over one ring of two slots."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.tensors = make_tensors(case)
+        wire = None if case.wire_dtype == case.source_dtype else case.wire_dtype
+        self.plan = BucketPlan.build(
+            self.tensors, wire_dtype=wire, layout=case.layout, bucket_bytes=case.bucket_bytes
+        )
+        self.wire = getattr(torch, case.wire_dtype)
+        self.ring = allocate_ring(2, self.plan.max_bucket_nbytes)
+        self.packer = Packer(self.plan, ring=self.ring, num_threads=case.threads, hash=case.hash)
+        self.packer.bind(self.tensors)
+        self.unpacker = Unpacker(self.plan, num_threads=case.threads)
+        self.pool = extension.Pool(case.threads)
+        self.sources: list[list[torch.Tensor]] = []
+        self.slots: list[list[torch.Tensor]] = []
+        self.flat: list[torch.Tensor] = []
+        for index in range(self.plan.num_buckets):
+            self._views(index)
+        self.hashes = [self.packer.pack(i).hash64 for i in range(self.plan.num_buckets)]
+        moved = sum(e.numel * DTYPES[case.source_dtype].itemsize + e.nbytes for e in self.plan.tensors)
+        self.flat_bytes = moved // 2
+
+    def _views(self, index: int) -> None:
+        """Views of the bucket's pieces in the tensors and in its slot, and one of the slot without gaps."""
+        memory = torch.frombuffer(self.ring[index % 2], dtype=torch.uint8)
+        sources, slots, payload = [], [], 0
+        for position in self.plan.tensors_of_bucket[index]:
+            entry = self.plan.tensors[position]
+            tensor = self.tensors[entry.name]
+            for piece in entry.pieces:
+                if piece.bucket != index:
+                    continue
+                whole = piece.count == entry.numel
+                source = tensor if whole else tensor.view(-1)[piece.first : piece.first + piece.count]
+                nbytes = piece.count * self.wire.itemsize
+                slot = memory[piece.offset : piece.offset + nbytes].view(self.wire)
+                sources.append(source)
+                slots.append(slot.view(source.shape))
+                payload += nbytes
+        self.sources.append(sources)
+        self.slots.append(slots)
+        self.flat.append(memory[:payload].view(self.wire))
+
+    def pack(self) -> dict[str, Callable[[int], object]]:
+        wire = self.wire
+
+        def cat_fresh(index: int) -> object:
+            parts = [s.to(wire).contiguous().view(-1).view(torch.uint8) for s in self.sources[index]]
+            return torch.cat(parts)
+
+        def cat_out(index: int) -> object:
+            return torch.cat([s.to(wire).reshape(-1) for s in self.sources[index]], out=self.flat[index])
+
+        def flatten_dense(index: int) -> object:
+            return torch._utils._flatten_dense_tensors([s.to(wire).contiguous() for s in self.sources[index]])  # type: ignore[no-untyped-call]
+
+        def copy_views(index: int) -> object:
+            for slot, source in zip(self.slots[index], self.sources[index], strict=True):
+                slot.copy_(source)
+            return None
+
+        return {
+            "ours": self.packer.pack,
+            "foreach_copy": lambda i: torch._foreach_copy_(self.slots[i], self.sources[i]),
+            "cat_out": cat_out,
+            "copy_views": copy_views,
+            "cat_fresh": cat_fresh,
+            "flatten_dense": flatten_dense,
+        }
+
+    def unpack(self) -> dict[str, Callable[[int], object]]:
+        def memory(index: int) -> memoryview:
+            return self.ring[index % 2][: self.plan.bucket_nbytes(index)]
+
+        def copy_views(index: int) -> None:
+            for slot, source in zip(self.slots[index], self.sources[index], strict=True):
+                source.copy_(slot)
+
+        targets = self.unpacker.bind(self.tensors)
+        return {
+            "ours": lambda i: targets.unpack(i, memory(i)),
+            "foreach_copy": lambda i: torch._foreach_copy_(self.sources[i], self.slots[i]),
+            "copy_views": copy_views,
+            "verify": lambda i: extension.hash64(memory(i), self.pool),
+        }
+
+    def flat_copy(self) -> Callable[[], None]:
+        """Copies within memory of the size of the bucket at hand, as often as the case's bytes ask for."""
+        step = min(self.flat_bytes, self.plan.max_bucket_nbytes)
+        source = [
+            torch.zeros(step, dtype=torch.uint8).numpy() for _ in range(2)
+        ]  # on the pages that tensors have
+        rounds = [step] * (self.flat_bytes // step) + [self.flat_bytes % step]
+
+        def run() -> None:
+            for turn, nbytes in enumerate(rounds):
+                extension.copy(self.ring[turn % 2], source[turn % 2][:nbytes], self.pool)
+
+        return run
+
+
+def measure(case: Case, repeats: int = 7) -> Row:
+    """Runs all contenders in turn, `repeats` times after one round that warms up."""
+    torch.set_num_threads(case.torch_threads)
+    contenders = Contenders(case)
+    ways = contenders.pack() if case.op == "pack" else contenders.unpack()
+    buckets = range(contenders.plan.num_buckets)
+    times: dict[str, list[float]] = {name: [] for name in (*ways, "flat")}
+    flat = contenders.flat_copy()
+    gc.collect()
+    for _ in range(repeats + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            for index in buckets:
+                way(index)
+            times[name].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        flat()
+        times["flat"].append(time.perf_counter() - began)
+    medians = {name: statistics.median(values[1:]) for name, values in times.items()}
+    entries = contenders.plan.tensors
+    return Row(
+        **dataclasses.asdict(case),
+        source_bytes=sum(e.numel for e in entries) * DTYPES[case.source_dtype].itemsize,
+        wire_bytes=sum(e.nbytes for e in entries),
+        buckets=len(buckets),
+        tensors=len(entries),
+        ours_s=medians.pop("ours"),
+        flat_copy_s=medians.pop("flat"),
+        verify_s=medians.pop("verify", None),
+        peers_s=medians,
+        repeats=repeats,
+    )
+
+
+DTYPE_PAIRS = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """What `bench pack` measures; `quick` takes one model, one bucket size, and less of it."""
+    models = ["qwen2.5-0.5b", "tiny-20000"] if quick else list(MODELS)
+    sizes = [64 * MiB] if quick else [16 * MiB, 64 * MiB, 256 * MiB]
+    limit = 384 * MiB if quick else 1 << 30
+    first, size = models[0], 64 * MiB
+    for source, wire in DTYPE_PAIRS:
+        for model in models:
+            for bucket_bytes in sizes:
+                yield Case("pack", model, source, wire, bucket_bytes, source_limit_bytes=limit)
+        for model in [first] if quick else [first, "llama-3.2-1b", "moe-5000", "tiny-20000"]:
+            yield Case("unpack", model, source, wire, size, source_limit_bytes=limit)
+        yield Case("pack", first, source, wire, size, hash=False, source_limit_bytes=limit)
+        yield Case("pack", first, source, wire, size, threads=1, torch_threads=1, source_limit_bytes=limit)
+    for source, wire in DTYPE_PAIRS:
+        yield Case("pack", first, source, wire, size, strides="transposed", source_limit_bytes=limit)
+    yield Case("pack", first, "bfloat16", "bfloat16", size, layout="vllm", source_limit_bytes=limit)
