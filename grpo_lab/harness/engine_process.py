@@ -37,6 +37,7 @@ class EngineProcess:
     def __init__(self, command: ServerCommand) -> None:
         self.command = command
         self.url = ""
+        self.death_seen = ""  # how it ended before anybody asked it to
         self._log: IO[bytes] = command.log.open("ab")
         self._process = subprocess.Popen(  # noqa: S603 - our own program
             command.arguments,

@@ -64,7 +64,7 @@ class RunProgress:
     def warmup(self, step: int, most_steps: int, accuracy: float | None) -> None:
         """Progress of the tiny model's supervised phase."""
         figures = "" if accuracy is None else f"development accuracy {accuracy:.2f}"
-        self._show("warm-up", step, most_steps, figures, force=accuracy is not None)
+        self._show("warm-up", step, most_steps, figures, force=False)
 
     def step(self, step: int, figures: dict[str, float]) -> None:
         """One optimizer step is done."""

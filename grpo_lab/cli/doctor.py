@@ -1,0 +1,136 @@
+"""``grpo-lab doctor``: what this machine can do, and what each missing thing would bring."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from grpo_lab.errors import GrpoLabError
+from grpo_lab.transport.segment import SHM_DIRECTORY
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``good`` None: nice to have, not needed."""
+
+    what: str
+    good: bool | None
+    words: str
+    without_it: str = ""
+
+
+def doctor() -> int:
+    """Prints what is here and what is missing for which feature. Exit code 0 when the demo can run."""
+    findings = [check() for check in CHECKS]
+    table = Table(title="grpo-lab doctor", show_lines=False)
+    for heading in ("", "what", "found", "without it"):
+        table.add_column(heading, overflow="fold")
+    marks = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]absent[/]"}
+    for finding in findings:
+        note = "" if finding.good else finding.without_it
+        table.add_row(marks[finding.good], finding.what, finding.words, note)
+    Console().print(table)
+    return 3 if any(finding.good is False for finding in findings) else 0
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    return Finding("Python", good, platform.python_version(), "3.11 or newer is needed")
+
+
+def _system() -> Finding:
+    good = sys.platform == "linux"
+    words = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    return Finding("system", good, words, "shared memory between processes and abstract sockets need Linux")
+
+
+def _torch() -> Finding:
+    return Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _packing() -> Finding:
+    try:
+        from grpo_lab.packing import instruction_sets  # noqa: PLC0415 - it may be what is missing
+
+        return Finding("packing extension", True, ", ".join(instruction_sets()))
+    except (ImportError, GrpoLabError) as error:
+        return Finding("packing extension", False, str(error), "pip install . with a C++17 compiler")
+
+
+def _cuda() -> Finding:
+    if torch.cuda.is_available():
+        return Finding("CUDA", True, torch.cuda.get_device_name(0))
+    compiler = shutil.which("nvcc")
+    words = f"no GPU; {'nvcc is here: GPU code compiles' if compiler else 'no nvcc'}"
+    return Finding("CUDA", None, words, "packing on the GPU and NCCL")
+
+
+def _nccl() -> Finding:
+    here = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    words = "in torch" if here else "this torch is built without it"
+    return Finding("NCCL", True if here else None, words, "broadcast between GPUs")
+
+
+def _gloo() -> Finding:
+    here = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    words = "in torch" if here else "this torch is built without it"
+    return Finding("gloo", here, words, "transport gloo and several trainer ranks")
+
+
+def _shared_memory() -> Finding:
+    if not os.access(SHM_DIRECTORY, os.W_OK):
+        words = f"{SHM_DIRECTORY} cannot be written to"
+        return Finding("shared memory", None, words, "transport shm: use --transport gloo")
+    free_mib = shutil.disk_usage(SHM_DIRECTORY).free >> 20
+    return Finding("shared memory", True, f"{SHM_DIRECTORY}, {free_mib:,} MiB free")
+
+
+def _optional(package: str, brings: str) -> Callable[[], Finding]:
+    def check() -> Finding:
+        if importlib.util.find_spec(package) is None:
+            return Finding(package, None, "not installed", brings)
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "installed"
+        return Finding(package, True, version)
+
+    return check
+
+
+def _cache() -> Finding:
+    from grpo_lab.tasks.tiny_model import cache_directory  # noqa: PLC0415 - slow to import
+
+    directory = cache_directory()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    good = os.access(existing, os.W_OK)
+    models = len(list(Path(directory, "models").glob("*"))) if directory.exists() else 0
+    return Finding(
+        "model cache", good, f"{directory}, {models} tiny models", "set GRPO_LAB_CACHE to a writable place"
+    )
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _system,
+    _torch,
+    _packing,
+    _gloo,
+    _shared_memory,
+    _cache,
+    _cuda,
+    _nccl,
+    _optional("vllm", "attaching to a real vLLM in this environment (a server elsewhere works without)"),
+    _optional("ray", "sweeps over several machines"),
+)

@@ -1,0 +1,95 @@
+"""``grpo-lab``: finds the command and turns every error into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+import grpo_lab
+from grpo_lab.errors import GrpoLabError
+
+INTERRUPTED = 130
+USAGE = """\
+usage: grpo-lab COMMAND [OPTIONS]
+
+A wind tunnel for asynchronous GRPO: is the weight sync correct under every delay and fault, how stale
+is what is trained on, what does each choice cost?
+
+{commands}
+
+First steps:
+  grpo-lab run quickstart              train a small model asynchronously (about two minutes on two cores)
+  grpo-lab run quickstart --help       every setting of a run, with its default
+  grpo-lab run smoke --max-staleness 0 a few synchronous steps, in seconds
+  grpo-lab check runs/latest           check the trace of the newest run again
+
+Exit codes: 0 fine, 1 a rule was violated, 2 bad input, 3 the run failed, 130 interrupted.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``module`` is imported only when asked for. tyro reads the arguments of its function ``function``;
+    a function ``main`` gets the words and reads them itself. Both return the exit code.
+    """
+
+    words: str
+    module: str
+    function: str = "main"
+
+    def run(self, name: str, words: list[str]) -> int:
+        function = getattr(importlib.import_module(self.module), self.function)
+        if self.function == "main":
+            return int(function(words))
+        return int(tyro.cli(function, args=words, prog=f"grpo-lab {name}"))
+
+
+COMMANDS = {
+    "run": Command("run a recipe: engines, rollout worker and trainer, then the report", "grpo_lab.cli.run"),
+    "check": Command("check a trace against the rules of the protocol", "grpo_lab.cli.check", "check"),
+    "report": Command("make report.html of a run again", "grpo_lab.cli.report", "report"),
+    "serve": Command("serve a model like a vLLM server, simulated", "grpo_lab.cli.serve", "serve"),
+    "bench": Command("measure on this machine: bench pack", "grpo_lab.cli.bench"),
+    "doctor": Command("say what this machine can do and what is missing", "grpo_lab.cli.doctor", "doctor"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())  # noqa: T201
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"grpo-lab {grpo_lab.__version__}")  # noqa: T201
+        return 0
+    name, rest = words[0], words[1:]
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"grpo-lab: no command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)  # noqa: T201
+        return 2
+    return _guarded(name, command, rest)
+
+
+def _guarded(name: str, command: Command, words: list[str]) -> int:
+    try:
+        return command.run(name, words)
+    except GrpoLabError as error:
+        print(f"grpo-lab {name}: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    rows = [f"  {name:<{width}}{command.words}" for name, command in COMMANDS.items()]
+    return USAGE.format(commands="\n".join(["Commands (each has --help):", *rows]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
