@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from grpo_lab.engine.block_pool import BlockPool
+from grpo_lab.engine.bookkeeping import Decode, TokenBook, finished_event
 from grpo_lab.engine.failures import BadRequest, EngineDead, StaleTerm
 from grpo_lab.engine.policy import Policy
-from grpo_lab.engine.request import FinishReason, Request, Span, StepOutput, WeightIdentity, sample_key
+from grpo_lab.engine.request import Request, WeightIdentity, sample_key
 from grpo_lab.engine.runner import InlineRunner, StepRunner
 from grpo_lab.engine.scheduler import Scheduler, StepPlan
 from grpo_lab.engine.settings import Counters, EngineConfig, RunState
@@ -24,7 +25,6 @@ from grpo_lab.events import (
     EngineResumed,
     ModelStep,
     RequestAdmitted,
-    RequestFinished,
     RequestRefused,
     WeightsActivated,
     WeightWriteBegan,
@@ -35,7 +35,6 @@ from grpo_lab.types import PauseMode, RequestKind, SamplingParams
 
 StepLatency = Callable[[StepPlan], float]
 T = TypeVar("T")
-Decode = Callable[[Sequence[int]], str]
 
 
 class EngineCore:
@@ -67,7 +66,7 @@ class EngineCore:
         self.term = 0
         pool = BlockPool(policy.num_blocks, self.config.prefix_policy, self.config.prefix_caching)
         self.scheduler = Scheduler(pool, self.config.max_num_seqs, self.config.max_batched_tokens)
-        self.decode = decode
+        self._book = TokenBook(policy, self.scheduler, self.counters, decode)
         self._latency = latency
         self._held: deque[Request] = deque()
         self._state = RunState.RUNNING
@@ -137,6 +136,7 @@ class EngineCore:
                 )
             )
             raise BadRequest(problem)
+        self.counters.prefix_queries += len(prompt)
         room = self.policy.max_model_len - len(prompt)
         loop = asyncio.get_running_loop()
         eos = () if sampling.ignore_eos else self.policy.eos_token_ids
@@ -376,7 +376,7 @@ class EngineCore:
         finally:
             self._stepping = False
         step, self._next_step = self._next_step, self._next_step + 1
-        finished = self._apply(plan, output, step, loop.time())
+        finished = self._book.apply(plan, output, self.identity, step, loop.time())
         self.recorder.emit(
             ModelStep(
                 engine=self.config.name,
@@ -410,81 +410,12 @@ class EngineCore:
                 )
             )
 
-    def _apply(self, plan: StepPlan, output: StepOutput, step: int, now_s: float) -> list[Request]:
-        """Books a step's tokens; returns the requests that it finished."""
-        weights = self.identity.weights
-        finished: list[Request] = []
-        row = 0
-        for item in plan.scheduled:
-            request, samples = item.request, item.samples
-            if request.finish_reason is None:
-                if request.kv_weights is None:
-                    request.kv_weights = weights
-                if request.num_output_tokens == 0:
-                    self.counters.prompt_tokens += item.count
-                    self.counters.prefix_queries += item.count
-                self.scheduler.commit(request, item.count, weights, request.kv_weights == weights)
-                if samples:
-                    self._append(request, output, row, step, now_s)
-                    request.finish_reason = self._ending(request)
-                    if request.finish_reason is not None:
-                        finished.append(request)
-            row += samples
-        self.counters.steps += 1
-        return finished
-
-    def _append(self, request: Request, output: StepOutput, row: int, step: int, now_s: float) -> None:
-        position = request.num_output_tokens
-        request.token_ids.append(output.token_ids[row])
-        request.logprobs.append(output.logprobs[row])
-        if request.top_logprobs:
-            request.top.append(output.top.get(row, []))
-        if request.first_token_s is None:
-            request.first_token_s = now_s
-        self.counters.generation_tokens += 1
-        kv = request.kv_weights or self.identity.weights
-        last = request.spans[-1] if request.spans else None
-        if last is not None and last.identity == self.identity and last.kv == kv:
-            last.end, last.last_step = position + 1, step
-        else:
-            request.spans.append(Span(self.identity, position, position + 1, step, step, kv))
-
-    def _ending(self, request: Request) -> FinishReason | None:
-        token, sampling = request.token_ids[-1], request.sampling
-        count = request.num_output_tokens
-        if count >= sampling.min_tokens:
-            if token in request.stop_token_ids:
-                request.stop_reason = None if token in self.policy.eos_token_ids else token
-                return "stop"
-            if request.stop_strings and self.decode is not None:
-                text = self.decode(request.output_token_ids)
-                places = [(text.find(s), s) for s in request.stop_strings if s in text]
-                if places:
-                    place, request.stop_reason = min(places)
-                    request.text = text[:place]
-                    return "stop"
-        return "length" if count >= sampling.max_tokens else None
-
     def _finish(self, request: Request) -> None:
         if request.done.done():
             return
-        reason: FinishReason = request.finish_reason or "abort"
+        reason = request.finish_reason or "abort"
         self.counters.finished[reason] += 1
-        self.recorder.emit(
-            RequestFinished(
-                engine=self.config.name,
-                request=request.request_id,
-                finish_reason=reason,
-                tokens=request.num_output_tokens,
-                spans=tuple(
-                    (*span.identity.weights, span.start, span.end, span.first_step, span.last_step)
-                    for span in request.spans
-                ),
-                recomputed_tokens=request.recomputed_tokens,
-                kv_version=min((span.kv[1] for span in request.spans), default=None),
-                request_kind=request.kind,
-            )
-        )
+        self.recorder.emit(finished_event(self.config.name, request))
         request.done.set_result(None)
         self._announce_change()
 

@@ -63,8 +63,10 @@ class Weights:
 
     def _fused(self, prefix: str, parts: dict[str, int], suffix: str, *rest: int) -> Tensor:
         whole = torch.zeros(sum(parts.values()), *rest)
-        for part, slice_ in zip(parts, torch.split(whole, list(parts.values())), strict=True):
-            self.named[f"{prefix}.{part}.{suffix}"] = slice_
+        first = 0
+        for part, rows in parts.items():
+            self.named[f"{prefix}.{part}.{suffix}"] = whole[first : first + rows]
+            first += rows
         return whole
 
     def _layer(self, config: ModelConfig, index: int) -> Layer:

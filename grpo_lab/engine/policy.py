@@ -59,7 +59,7 @@ def load(policy: Policy, state: Mapping[str, Tensor]) -> None:
     for name, tensor in given.items():
         if tensor.shape != target[name].shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {tuple(target[name].shape)}")
-        target[name].copy_(tensor)
+        target[name].copy_(tensor.detach())
     policy.activate()
 
 
