@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 from grpo_lab.events import (
@@ -48,7 +49,8 @@ class Digest:
 
     @property
     def engines(self) -> list[EngineHistory]:
-        return [self._engines.engines[name] for name in sorted(self._engines.engines)]
+        """Histories by name, engine-2 before engine-10."""
+        return sorted(self._engines.engines.values(), key=lambda engine: _natural(engine.name))
 
     @property
     def simulated(self) -> bool:
@@ -97,3 +99,8 @@ class Digest:
                 self.incidents.append((record.t, f"sync of v{event.version} {words}: {event.reason}"))
             case FaultInjected() as event:
                 self.incidents.append((record.t, f"fault injected: {event.fault} {event.target}".strip()))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

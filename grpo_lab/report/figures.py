@@ -35,7 +35,7 @@ from grpo_lab.report.style import (
     thinned,
     to_svg,
 )
-from grpo_lab.report.sync_log import PHASES, Sync
+from grpo_lab.report.sync_log import PHASES
 from grpo_lab.report.training_log import Evaluation, Step
 
 PHASE_COLOURS = dict(zip(PHASES, (SKY, GREEN, BLUE, PURPLE, YELLOW, ORANGE, SLATE), strict=True))
@@ -192,16 +192,19 @@ def version_lag(digest: Digest) -> Chart:
 
 
 def _consumed_versions(upper: Axes, lower: Axes, steps: Sequence[Step]) -> None:
-    kept = steps[:: max(1, -(-len(steps) // 400))]
-    times = [step.begin_t if step.begin_t is not None else step.t for step in kept]
-    oldest = [step.version_oldest or 0 for step in kept]
-    newest = [step.version_newest or 0 for step in kept]
-    upper.vlines(times, oldest, newest, color=ORANGE, linewidth=1.0)
-    upper.plot(times, oldest, ".", color=ORANGE, markersize=4, label="oldest token consumed")
-    behind = [step.version - old for step, old in zip(kept, oldest, strict=True)]
-    ahead = [step.version - new for step, new in zip(kept, newest, strict=True)]
-    lower.vlines(times, ahead, behind, color=ORANGE, linewidth=1.0)
-    lower.plot(times, behind, ".", color=ORANGE, markersize=4)
+    """A bar a step from its oldest token to its newest; in a long run, a bar for several steps."""
+    size = max(1, -(-len(steps) // 200))
+    for begin in range(0, len(steps), size):
+        stretch = steps[begin : begin + size]
+        t = stretch[0].begin_t if stretch[0].begin_t is not None else stretch[0].t
+        oldest = min(step.version_oldest or 0 for step in stretch)
+        newest = max(step.version_newest or 0 for step in stretch)
+        behind = max(step.version - (step.version_oldest or 0) for step in stretch)
+        ahead = min(step.version - (step.version_newest or 0) for step in stretch)
+        first = "oldest token consumed" if begin == 0 else None
+        for axes, end, dot in ((upper, newest, oldest), (lower, ahead, behind)):
+            axes.plot([t, t], [end, dot], color=ORANGE, linewidth=1.0)
+            axes.plot([t], [dot], ".", color=ORANGE, markersize=4, label=first)
 
 
 def sync_cost(digest: Digest) -> Chart:
@@ -218,7 +221,8 @@ def sync_cost(digest: Digest) -> Chart:
     if size > 1:
         caption += f" Each bar is the mean of {size} syncs."
     groups = [ended[i : i + size] for i in range(0, len(ended), size)]
-    places = [group[0].version for group in groups] if size == 1 and _distinct(ended) else range(len(groups))
+    distinct = len({sync.version for sync in ended}) == len(ended)  # not so after an aborted one
+    places = [group[0].version if distinct else index * size for index, group in enumerate(groups)]
     figure = canvas(HALF_IN, 3.1)
     axes = figure.subplots()
     totals = [sum(sync.total_s or 0.0 for sync in group) / len(group) for group in groups]
@@ -231,18 +235,21 @@ def sync_cost(digest: Digest) -> Chart:
     scale, unit = (1000.0, "milliseconds") if highest < 1 else (1.0, "seconds")
     for phase, values in heights.items():
         scaled = [value * scale for value in values]
-        axes.bar(places, scaled, bottom=bases, width=0.78, color=PHASE_COLOURS[phase], label=phase)
+        axes.bar(
+            places, scaled, bottom=bases, width=_bar_width(size), color=PHASE_COLOURS[phase], label=phase
+        )
         bases = [base + value for base, value in zip(bases, scaled, strict=True)]
     axes.plot(places, [total * scale for total in totals], "_", color=INK, markersize=7, label="elapsed")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.grid(visible=False, axis="x")
-    label(axes, "weight version" if size == 1 else "sync", unit)
+    label(axes, "weight version" if distinct else "sync", unit)
     legend_above(axes, columns=8)
     return Chart("sync_cost", title, caption, to_svg(figure, "sync_cost"))
 
 
-def _distinct(syncs: Sequence[Sync]) -> bool:
-    return len({sync.version for sync in syncs}) == len(syncs)
+def _bar_width(size: int) -> float:
+    """Bars that stand for one thing stand apart; those that stand for several fill their stretch."""
+    return 0.8 if size == 1 else float(size)
 
 
 def step_time(digest: Digest) -> Chart:
@@ -267,7 +274,7 @@ def step_time(digest: Digest) -> Chart:
     bases = [0.0] * len(groups)
     for name, (colour, seconds) in parts.items():
         values = [sum(seconds(step) for step in group) / len(group) for group in groups]
-        axes.bar(places, values, bottom=bases, width=0.82 * size, color=colour, label=name)
+        axes.bar(places, values, bottom=bases, width=_bar_width(size), color=colour, label=name)
         bases = [base + value for base, value in zip(bases, values, strict=True)]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     axes.grid(visible=False, axis="x")
@@ -291,7 +298,9 @@ def drops(digest: Digest) -> Chart:
     axes = figure.subplots()
     names = [reason.replace("_", " ") for reason, _ in rows]
     bars = axes.barh(range(len(rows)), [count for _, count in rows], height=0.6, color=RED)
-    axes.bar_label(bars, [f" {n:,} ({n / max(dispatched, 1):.1%})" for _, n in rows], fontsize=7.5, color=INK)
+    axes.bar_label(
+        bars, [f"{n:,} ({n / max(dispatched, 1):.1%})" for _, n in rows], padding=3, fontsize=7.5, color=INK
+    )
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.invert_yaxis()
     axes.set_xlim(right=max(dropped.values()) * 1.22)
@@ -319,7 +328,8 @@ def logprob_gap(digest: Digest) -> Chart:
     axes = figure.subplots()
     for name, column, colour, marker in (("largest", 1, BLUE, "o"), ("mean", 2, SKY, "s")):
         points = thinned([(gap[0], gap[column]) for gap in gaps])
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=3, label=name)
+        shown = marker if len(points) <= 100 else ""
+        axes.plot(*zip(*points, strict=True), color=colour, marker=shown, markersize=3, label=name)
     tolerance = digest.declared.parameters.get("logprob_tolerance") if digest.declared else None
     if isinstance(tolerance, int | float) and tolerance > 0:
         bound_line(axes, tolerance, f"tolerance {tolerance:g}")

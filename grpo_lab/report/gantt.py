@@ -130,11 +130,15 @@ def _bars(axes: Axes, digest: Digest, engines: Sequence[EngineHistory], window: 
     for row, engine in enumerate(engines, start=2):
         _row(axes, row, clipped(engine.busy, window), GREEN)
         _row(axes, row, clipped(engine.paused, window), PAUSED, "\\\\\\\\")
-    axes.set_yticks(range(len(names)), [name[:28] for name in names], color=INK)
+    axes.set_yticks(range(len(names)), [_short(name) for name in names], color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="both", length=0)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.grid(visible=False)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 26 else f"{name[:24]}\u2026"  # an ellipsis
 
 
 def _row(
@@ -192,7 +196,8 @@ def utilisation(digest: Digest) -> Chart:
     caption = f"From the first dispatch at {begin:.1f} s to the last optimizer step at {end:.1f} s."
     rows = [("trainer", _trainer_shares(digest))]
     rows += [
-        (engine.name[:28], _engine_shares(engine, digest.window)) for engine in digest.engines[:MAX_ENGINES]
+        (_short(engine.name), _engine_shares(engine, digest.window))
+        for engine in digest.engines[:MAX_ENGINES]
     ]
     both = digest.busy_fractions()["both"] or 0.0
     rows.append(("both at once", [("training and generating", both, SLATE), ("not both", 1 - both, IDLE)]))

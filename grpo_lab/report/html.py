@@ -201,8 +201,8 @@ def _proofs(summary: Mapping[str, Any]) -> Tile:
     proofs = summary["proofs"]
     failed = sum(count for name, count in proofs.items() if name.endswith("fails"))
     words = (
-        f"canary: {proofs['canary_holds']} held, {proofs['canary_inconclusive']} inconclusive, "
-        f"{proofs['canary_fails']} failed"
+        f"canary: {number(proofs['canary_holds'])} held, "
+        f"{number(proofs['canary_inconclusive'])} inconclusive, {number(proofs['canary_fails'])} failed"
     )
     if proofs["hash"]:
         value, words = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -97,6 +98,11 @@ def mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _mean_of(counts: Counter[int]) -> float | None:
+    total = counts.total()
+    return sum(value * count for value, count in counts.items()) / total if total else None
+
+
 def not_applicable(checked: Mapping[str, Any]) -> list[str]:
     """Rules that were checked for nothing: no evidence in this trace, or a parameter was missing."""
     return [rule["id"] for rule in checked["rules"] if rule.get("status") in ("n.a.", "not evaluable")]
@@ -139,8 +145,8 @@ def _staleness(digest: Digest) -> dict[str, Any]:
     return {
         "staleness_max_versions": max(versions, default=None),
         "staleness_max_steps": max(steps, default=None),
-        "staleness_mean_versions": mean(versions.elements()),
-        "staleness_mean_steps": mean(steps.elements()),
+        "staleness_mean_versions": _mean_of(versions),
+        "staleness_mean_steps": _mean_of(steps),
         "logprob_gap_max": worst,
     }
 
