@@ -50,7 +50,8 @@ def write_report(run_dir: Path, checked: Mapping[str, Any] | None = None) -> Pat
     Args:
         run_dir: a directory with ``events.jsonl`` and, if there, ``config.json``, ``env.json`` and
             ``summary.json`` (for what the trace does not say: real time of a simulation, commit).
-        checked: the checker's result as JSON data; without it the page says that no rule was checked.
+        checked: the checker's result as JSON data; without it ``check.json`` in the directory is read,
+            and without that the page says that no rule was checked.
 
     Returns the path of ``report.html``. Raises ``TraceError`` if there is no readable trace.
     """
@@ -60,6 +61,7 @@ def write_report(run_dir: Path, checked: Mapping[str, Any] | None = None) -> Pat
     digest = Digest(read_trace(trace))
     if digest.records == 0:
         raise TraceError(f"{trace}: it holds no event, so there is nothing to report.")
+    checked = checked or _check_result(run_dir / "check.json")
     summary = summarise(digest, checked=checked)
     for name, value in _json_object(run_dir / "summary.json").items():
         if summary.get(name) in (None, ""):
@@ -90,6 +92,16 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _check_result(path: Path) -> dict[str, Any] | None:
+    """What ``grpo-lab check --json`` wrote, or None where it was not asked to."""
+    result = _json_object(path)
+    if not result:
+        return None
+    if not isinstance(result.get("rules"), list) or "violations" not in result:
+        raise TraceError(f"{path}: it has no rules and violations, so it is no result of grpo-lab check.")
+    return result
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -92,7 +92,8 @@ class TrainingLog:
             case TermBegan() as event:
                 self._steps_done = event.optimizer_step
             case SyncBegan() as event:
-                self._published.setdefault((event.term, event.version), self._steps_done)
+                # An aborted version may be published later with newer weights: the last time counts.
+                self._published[event.term, event.version] = self._steps_done
             case SyncEnded() as event:
                 self._sync_time_s += event.phases_s.get("total", 0.0)
             case GroupScored() as event:

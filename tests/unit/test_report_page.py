@@ -245,6 +245,14 @@ def test_summary_fills_in_what_the_trace_does_not_say(tmp_path):
     assert "99 =" not in page.text  # the trace counts, not an older summary
 
 
+def test_a_check_result_beside_the_trace_is_shown(tmp_path):
+    directory = write_run(tmp_path / "run", synthetic(cut_t=0.2)[0], check=CHECKED)
+    assert "staleness at consumption" in Page(write_report(directory).read_text(encoding="utf-8")).text
+    (directory / "check.json").write_text('{"rules": 3}')
+    with pytest.raises(TraceError, match=r"check\.json"):
+        write_report(directory)
+
+
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_broken_side_file_is_named(tmp_path, content):
     directory = write_run(tmp_path / "run", synthetic(cut_t=0.2)[0])

@@ -232,6 +232,30 @@ def test_a_retried_sync_is_one_sync_with_its_attempts():
     assert summary["sync_s"]["total"] is None  # means are over committed syncs
 
 
+def test_steps_count_from_the_last_time_a_version_was_published():
+    def began(step):
+        return ev.SyncBegan(term=1, version=1, attempt=1, view=1, members=("engine-0",), optimizer_step=step)
+
+    def applied(step):
+        return ev.OptimizerStepApplied(term=1, optimizer_step=step, version=0, loss=0.5)
+
+    consumed = ev.GroupConsumed(
+        term=1,
+        group="g",
+        number=0,
+        prompt_index=0,
+        samples=("a",),
+        versions_first=(1,),
+        versions_last=(1,),
+        version=1,
+        optimizer_step=2,
+    )
+    gave_up = ev.SyncAborted(term=1, version=1, attempt=1, reason="wire", final=True)
+    ended = ev.SyncEnded(term=1, version=1, outcome="aborted")
+    events = [began(0), gave_up, ended, applied(0), applied(1), began(2), consumed]
+    assert summarise(records_of(*events))["staleness_max_steps"] == 0
+
+
 def test_an_engine_without_events_is_seen_through_its_requests():
     names = {"term": 1, "version": 1, "attempt": 1}
     acknowledged = [
