@@ -20,6 +20,7 @@ from grpo_lab.report.style import (
     ORANGE,
     PURPLE,
     RED,
+    REST,
     SKY,
     SLATE,
     WAITING,
@@ -211,8 +212,8 @@ def sync_cost(digest: Digest) -> Chart:
     """Seconds of each sync, by phase; the black tick is its wall time."""
     title = "Cost of a weight sync, by phase"
     caption = (
-        "One bar a sync. Gathering, packing and sending overlap, so a bar (work) may be higher than "
-        "its black tick (elapsed time)."
+        "One bar a sync; rest is what no phase covers, such as the canary. Gathering, packing and sending "
+        "overlap, so a bar (work) may be higher than its black tick (elapsed time)."
     )
     ended = [sync for sync in digest.syncs.syncs if sync.end_t is not None]
     if not ended:
@@ -231,19 +232,21 @@ def sync_cost(digest: Digest) -> Chart:
         phase: [sum(sync.phases_s.get(phase, 0.0) for sync in group) / len(group) for group in groups]
         for phase in PHASES
     }
-    highest = max([*totals, *(sum(stack) for stack in zip(*heights.values(), strict=True))])
+    # What no phase covers: canary, agreement of ranks, waiting for the loop.
+    stacks = [sum(stack) for stack in zip(*heights.values(), strict=True)]
+    heights["rest"] = [max(0.0, total - stack) for total, stack in zip(totals, stacks, strict=True)]
+    highest = max([*totals, *stacks])
     scale, unit = (1000.0, "milliseconds") if highest < 1 else (1.0, "seconds")
     for phase, values in heights.items():
         scaled = [value * scale for value in values]
-        axes.bar(
-            places, scaled, bottom=bases, width=_bar_width(size), color=PHASE_COLOURS[phase], label=phase
-        )
+        colour = PHASE_COLOURS.get(phase, REST)
+        axes.bar(places, scaled, bottom=bases, width=_bar_width(size), color=colour, label=phase)
         bases = [base + value for base, value in zip(bases, scaled, strict=True)]
     axes.plot(places, [total * scale for total in totals], "_", color=INK, markersize=7, label="elapsed")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.grid(visible=False, axis="x")
     label(axes, "weight version" if distinct else "sync", unit)
-    legend_above(axes, columns=8)
+    legend_above(axes, columns=9)
     return Chart("sync_cost", title, caption, to_svg(figure, "sync_cost"))
 
 
@@ -294,7 +297,7 @@ def drops(digest: Digest) -> Chart:
         )
         return Chart("drops", title, caption, words=words if dispatched else "No sample was dispatched.")
     rows = dropped.most_common()
-    figure = canvas(HALF_IN, max(1.6, 0.75 + 0.34 * len(rows)))
+    figure = canvas(HALF_IN, 0.8 + 0.34 * len(rows))
     axes = figure.subplots()
     names = [reason.replace("_", " ") for reason, _ in rows]
     bars = axes.barh(range(len(rows)), [count for _, count in rows], height=0.6, color=RED)

@@ -109,7 +109,7 @@ def tiles(digest: Digest, summary: Mapping[str, Any], checked: Mapping[str, Any]
             "Generation",
             f"{number(summary['tokens_per_s'])} tokens/s",
             f"{number(summary['tokens_generated'])} generated, "
-            f"{number(summary['tokens_trained'])} trained on",
+            f"{number(summary['tokens_trained'])} in gradients",
         ),
         Tile(
             "Trainer and engine both busy",

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, INK = "#CC79A7", "#56B4E9", "#F0E442", "#1d2733"
 MUTED, GRID, IDLE = "#5b6875", "#e3e8ed", "#eef1f4"
-WAITING, PAUSED, SLATE = "#f7d58b", "#f3cdb6", "#5d6b7a"
+WAITING, PAUSED, SLATE, REST = "#f7d58b", "#f3cdb6", "#5d6b7a", "#cfd6dd"
 WIDE_IN, HALF_IN = 11.0, 5.4  # drawn at the same scale on the page, so type has one size
 
 _FONTS = "'Inter','Helvetica Neue',Arial,sans-serif"
@@ -49,7 +49,7 @@ _RC: dict[str, Any] = {
     "text.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 7.5,
-    "legend.handlelength": 1.4,
+    "legend.handlelength": 1.2,
     "lines.linewidth": 1.5,
     "hatch.linewidth": 0.5,
     "path.simplify": True,
@@ -94,8 +94,10 @@ def label(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def plain_log(axis: Axis) -> None:
-    """Labels 1e-06, 2e-06, 5e-06 on a logarithmic axis, without mathematical type."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+    """Labels 1e-06, 2e-06, 5e-06 on a logarithmic axis, or powers of ten; without mathematical type."""
+    low, high = sorted(axis.get_view_interval())
+    long = low > 0 and high / low > 100
+    axis.set_major_locator(LogLocator(subs=(1.0,) if long else (1.0, 2.0, 5.0), numticks=8))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
@@ -107,7 +109,7 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
         bbox_to_anchor=(1.0, 1.0),
         ncols=columns,
         borderaxespad=0.2,
-        columnspacing=1.0,
+        columnspacing=0.9,
         handletextpad=0.4,
     )
 
