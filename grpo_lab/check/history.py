@@ -62,7 +62,6 @@ class _Merger:
         self._ready: list[tuple[float, str, int, int]] = []
         self._released: dict[str, int] = {}
         self._sleeping: dict[str, list[tuple[int, int]]] = {}  # actor -> heap of (seq, part)
-        self._live: dict[str, int] = {}  # actor -> parts whose head is this actor's
 
     def run(self) -> Iterator[Record]:
         for part in range(len(self._parts)):

@@ -21,7 +21,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class RuleResult:
-    """``evaluations`` counts how often the rule had something to say; a rule with none is vacuous, not passed.
+    """``evaluations`` counts how often the rule had something to say; with none it is vacuous, not passed.
 
     ``note`` says what was missing, or for which engines the rule is weaker.
     """
