@@ -1,0 +1,129 @@
+"""The end of a run: merge the trace, check it, sum it up, write the report, tell the user."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import grpo_lab
+from grpo_lab.check import CheckResult, check_trace, merge_to, read_parts
+from grpo_lab.errors import GrpoLabError
+from grpo_lab.events import GroupAdmitted, GroupConsumed, GroupDropped, GroupQueued
+from grpo_lab.harness.run_dir import RunDir, source_commit
+from grpo_lab.report.files import read_trace, write_report
+from grpo_lab.report.summary import summarise
+
+VIOLATED = 1
+SHOWN_VIOLATIONS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended; ``exit_code`` is 0 for a clean end."""
+
+    ended: Literal["clean", "interrupted", "failed"]
+    detail: str
+    exit_code: int
+
+
+def unfinished_samples(directory: RunDir) -> tuple[int, int]:
+    """Samples that neither were consumed nor dropped: (in flight, queued)."""
+    in_flight: dict[str, int] = {}
+    queued: dict[str, int] = {}
+    for record in read_parts(directory.events):
+        match record.event:
+            case GroupAdmitted(group=group, samples=samples):
+                in_flight[group] = len(samples)
+            case GroupQueued(group=group):
+                queued[group] = in_flight.pop(group, 0)
+            case GroupConsumed(group=group) | GroupDropped(group=group):
+                in_flight.pop(group, None)
+                queued.pop(group, None)
+    return sum(in_flight.values()), sum(queued.values())
+
+
+def finish_run(directory: RunDir, outcome: Outcome, wall_s: float, console: Console) -> int:
+    """Writes everything that a run leaves behind and says how it went; returns the exit code.
+
+    A step that fails is told and does not keep the others from being done.
+    """
+    checked: CheckResult | None = None
+    summary: dict[str, Any] = {}
+    with _told("the trace could not be merged and checked", console):
+        merge_to(directory.events, directory.trace)
+        checked = check_trace(directory.trace)
+        directory.write_json("check.json", checked.to_json())
+    with _told("the summary could not be written", console):
+        summary = summarise(
+            read_trace(directory.trace),
+            checked=checked.to_json() if checked else None,
+            wall_s=wall_s,
+            package_version=grpo_lab.__version__,
+            commit=source_commit(),
+        )
+        directory.write_json("summary.json", summary)
+    with _told("the report could not be written", console):
+        write_report(directory.path, checked.to_json() if checked else None)
+    _tell(directory, outcome, checked, summary, console)
+    if outcome.exit_code == 0:
+        return VIOLATED if checked is None or checked.violations else 0
+    return outcome.exit_code
+
+
+def _tell(
+    directory: RunDir,
+    outcome: Outcome,
+    checked: CheckResult | None,
+    summary: dict[str, Any],
+    console: Console,
+) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for name, value in _headlines(summary):
+        table.add_row(name, value)
+    console.print(table)
+    if checked is not None:
+        evaluated = f"{len(checked.evaluated)} of {len(checked.rules)} rules had something to check"
+        if checked.violations:
+            console.print(f"[bold red]{checked.violations} violations[/] ({evaluated})")
+        else:
+            console.print(f"[green]no violation[/] ({evaluated})")
+        shown = [item for rule in checked.rules for item in rule.violations][:SHOWN_VIOLATIONS]
+        for item in shown:
+            console.print(f"  {item.rule} {escape(item.message)} [dim]{', '.join(item.event_ids)}[/]")
+    if outcome.ended != "clean":
+        console.print(f"[bold red]{outcome.ended}[/]: {escape(outcome.detail)}", soft_wrap=True)
+    console.print(f"report: {escape(str(directory.path / 'report.html'))}", soft_wrap=True)
+
+
+def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a user looks for first; what the run did not measure is left out."""
+    before, after = summary.get("heldout_accuracy_before"), summary.get("heldout_accuracy_after")
+    if before is not None and after is not None:
+        yield "held-out accuracy", f"{before:.3f} -> {after:.3f}"
+    formats = {
+        "weight_versions": ("weight versions", "{:,}"),
+        "staleness_max_steps": ("oldest sample used", "{} optimizer steps"),
+        "logprob_gap_max": ("logprob gap", "{:.1e} at equal weights"),
+        "tokens_per_s": ("generated", "{:,.0f} tokens/s"),
+        "wall_s": ("wall clock", "{:.0f} s"),
+    }
+    for key, (name, form) in formats.items():
+        if summary.get(key) is not None:
+            yield name, form.format(summary[key])
+    counts = [summary.get(key) for key in ("dispatched", "consumed", "dropped")]
+    if None not in counts:
+        yield "samples", "{:,} dispatched = {:,} consumed + {:,} dropped".format(*counts)
+
+
+@contextlib.contextmanager
+def _told(words: str, console: Console) -> Iterator[None]:
+    try:
+        yield
+    except (GrpoLabError, OSError, ValueError) as error:
+        console.print(f"[bold red]{words}[/]: {escape(str(error))}", soft_wrap=True)

@@ -1,0 +1,213 @@
+"""``grpo-lab run``: engines, worker and trainer for real, then the trace checked and reported.
+
+Whatever happens in between, the engines are stopped, the trace is merged and checked, and the run
+directory says how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from grpo_lab.errors import ConfigError, GrpoLabError, ModelError
+from grpo_lab.events import MemberDied, MemberStarted, MemberStopped, RunDeclared, RunEnded
+from grpo_lab.harness.engine_process import EngineProcess, running_engines, simulated_engine
+from grpo_lab.harness.outcome import Outcome, finish_run, unfinished_samples
+from grpo_lab.harness.progress import RunProgress
+from grpo_lab.harness.recipe import Recipe
+from grpo_lab.harness.rewards import reward_functions
+from grpo_lab.harness.run_dir import RunDir, environment, make_run_dir
+from grpo_lab.harness.training import load_training_data, train, trainer_config
+from grpo_lab.recorders import FileRecorder, ListRecorder, run_clock
+from grpo_lab.tasks import get_task, task_names
+from grpo_lab.tasks.tiny_model import TinyModelSpec, make_tiny_model
+from grpo_lab.types import EngineCapabilities
+
+OWN_ENGINE = EngineCapabilities(
+    staged=True, hashes=True, token_versions=True, term_fencing=True, score_while_paused=True, events=True
+)
+
+
+def run(recipe: Recipe, console: Console) -> int:
+    """Runs the recipe and returns the exit code: 0, 1 (a rule was violated), 3 or 130.
+
+    Raises:
+        UserError: bad input, before anything was started or written.
+    """
+    _refuse_bad_input(recipe)
+    directory = make_run_dir(recipe.out, recipe.name)
+    directory.write_json("config.json", recipe.to_json())
+    directory.write_json("env.json", environment())
+    console.print(f"run directory: {directory.path}", highlight=False)
+    started_s = time.monotonic()
+    with FileRecorder("run", directory.events, run_clock(started_s)) as recorder:
+        recorder.emit(declaration(recipe))
+        outcome = _attempt(recipe, directory, recorder, started_s, console)
+        in_flight, queued = (0, 0) if outcome.ended == "clean" else unfinished_samples(directory)
+        recorder.emit(
+            RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued)
+        )
+    return finish_run(directory, outcome, time.monotonic() - started_s, console)
+
+
+def declaration(recipe: Recipe) -> RunDeclared:
+    """The first event of the trace: every bound that the checker needs."""
+    same = (
+        "max_staleness",
+        "max_staleness_steps",
+        "weight_sync_steps",
+        "staleness_policy",
+        "window",
+        "num_generations",
+        "queue_capacity",
+        "pause_mode",
+        "clear_cache",
+        "min_engines",
+        "sync_attempts",
+        "final_sync",
+        "batch_invariant",
+        "heartbeat_stale_after_s",
+    )
+    values: dict[str, Any] = {name: getattr(recipe, name) for name in same}
+    capabilities = dataclasses.asdict(OWN_ENGINE)
+    return RunDeclared(
+        world=recipe.world,
+        engine=recipe.engine,
+        seed=recipe.seed,
+        parameters={
+            **values,
+            "groups_per_step": recipe.prompts_per_step,
+            "max_inflight_tasks": recipe.max_inflight,
+            "scope": "global",
+            "ring_slots": 2,
+            "initial_version": 1,
+            "logprob_tolerance": 1e-4,
+            "liveness_bound_s": 120.0,
+        },
+        capabilities={f"engine-{index}": capabilities for index in range(recipe.engines)},
+    )
+
+
+def _refuse_bad_input(recipe: Recipe) -> None:
+    """Everything that can be known to fail before anything is made."""
+    if recipe.world != "real":
+        raise ConfigError("world", recipe.world, "real", "The simulated world has no command yet")
+    if recipe.engine == "vllm":
+        raise ConfigError("engine", recipe.engine, "sim, or the address of a running server")
+    if recipe.trainer_ranks != 1:
+        raise ConfigError("trainer_ranks", recipe.trainer_ranks, "1", "Start more with torchrun for now")
+    if recipe.model and not Path(recipe.model, "config.json").is_file():
+        raise ModelError(
+            f"{recipe.model}: there is no config.json. Give a model directory in Hugging Face format, or "
+            "leave --model out to train a tiny one"
+        )
+    if recipe.resume_from and not Path(recipe.resume_from).is_dir():
+        raise ConfigError("resume_from", recipe.resume_from, "a checkpoint directory of an earlier run")
+    dataset = load_training_data(recipe)
+    if "prompt" in dataset.column_names:
+        reward_functions(recipe, dataset.column_names)
+    trainer_config(recipe, RunDir(recipe.out), ["http://127.0.0.1:1"])
+
+
+def _attempt(
+    recipe: Recipe, directory: RunDir, recorder: FileRecorder, started_s: float, console: Console
+) -> Outcome:
+    """Runs it and says how it ended; nothing but a programming error of this function leaves it."""
+    engines: list[EngineProcess] = []
+    try:
+        with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
+            model = _model(recipe, progress)
+            with _engines(recipe, directory, recorder, model, started_s, progress, engines) as urls:
+                trainer_recorder = FileRecorder("trainer", directory.events, run_clock(started_s))
+                with trainer_recorder:
+                    trainer_recorder.observe(recorder.last_id)
+                    try:
+                        train(recipe, directory, model, urls, trainer_recorder, progress.step)
+                    finally:
+                        recorder.observe(trainer_recorder.last_id)
+        return Outcome("clean", "", 0)
+    except KeyboardInterrupt:
+        return Outcome("interrupted", "interrupted by the user", 130)
+    except GrpoLabError as error:
+        deaths = [f"{engine.command.name} {engine.death_seen}" for engine in engines if engine.death_seen]
+        return Outcome("failed", "; ".join([f"{type(error).__name__}: {error}", *deaths]), error.exit_code)
+    except Exception as error:
+        log = directory.logs / "trainer.log"
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+        return Outcome("failed", f"{type(error).__name__}: {error} (traceback in {log})", 3)
+
+
+def _model(recipe: Recipe, progress: RunProgress) -> Path:
+    if recipe.model:
+        return Path(recipe.model)
+    task = get_task(recipe.task if recipe.task in task_names() else "sort_digits")
+    with progress.stage("tiny model (made once, then cached)"):
+        spec = TinyModelSpec(architecture=recipe.architecture)
+        return make_tiny_model(spec, task, recipe.seed, progress=progress.warmup).path
+
+
+@contextlib.contextmanager
+def _engines(
+    recipe: Recipe,
+    directory: RunDir,
+    recorder: ListRecorder,
+    model: Path,
+    started_s: float,
+    progress: RunProgress,
+    started: list[EngineProcess],
+) -> Iterator[Sequence[str]]:
+    """Addresses of the engines: of servers that run already, or of our own, stopped at the end."""
+    if recipe.engine.startswith("http"):
+        yield [url.strip() for url in recipe.engine.split(",")]
+        return
+    options = ["--threads", str(recipe.engine_threads)]
+    options += ["--batch-invariant"] if recipe.batch_invariant else []
+    commands = [
+        simulated_engine(
+            f"engine-{index}",
+            model,
+            events=directory.events,
+            logs=directory.logs,
+            started_s=started_s,
+            seed=recipe.seed,
+            options=options,
+        )
+        for index in range(recipe.engines)
+    ]
+    with contextlib.ExitStack() as stack:
+        with progress.stage(f"{recipe.engines} simulated vLLM"):
+            started.extend(stack.enter_context(running_engines(commands)))
+        for engine in started:
+            recorder.emit(MemberStarted(member=engine.command.name, role="engine"))
+        try:
+            yield [engine.url for engine in started]
+        finally:
+            for engine in started:
+                engine.death_seen = engine.death()
+                if engine.death_seen:
+                    recorder.emit(MemberDied(member=engine.command.name, detail=engine.death_seen))
+                else:
+                    recorder.emit(MemberStopped(member=engine.command.name))
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends a run as cleanly as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

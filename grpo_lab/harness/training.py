@@ -1,0 +1,168 @@
+"""The trainer's side of a run: data, model, trainer, evaluation. One call a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from grpo_lab.errors import ConfigError
+from grpo_lab.events import Evaluated
+from grpo_lab.harness.recipe import Recipe
+from grpo_lab.harness.rewards import reward_functions
+from grpo_lab.harness.run_dir import RunDir
+from grpo_lab.ports import Recorder
+from grpo_lab.tasks import get_task, task_names
+from grpo_lab.tasks.evaluation import evaluate_greedy
+from grpo_lab.tasks.sources import load_dataset_source
+from grpo_lab.trainer import AsyncGRPOConfig, AsyncGRPOTrainer
+
+StepSeen = Callable[[int, dict[str, float]], None]
+DEFAULT_COMPLETION_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Greedy accuracy on the held-out split; None where there is nothing to evaluate with."""
+
+    before: float | None
+    after: float | None
+
+
+def load_training_data(recipe: Recipe) -> Dataset:
+    """The training prompts. Raises ``DataError`` or ``ConfigError`` before anything is started."""
+    return load_dataset_source(recipe.task, split="train", count=recipe.train_prompts, seed=recipe.seed)
+
+
+def trainer_config(recipe: Recipe, run: RunDir, urls: Sequence[str]) -> AsyncGRPOConfig:
+    """The trainer's settings for a recipe. Raises ``ConfigError``."""
+    longest = recipe.max_completion_length or (
+        get_task(recipe.task).max_completion_tokens
+        if recipe.task in task_names()
+        else DEFAULT_COMPLETION_TOKENS
+    )
+    if recipe.token_budget <= longest:
+        raise ConfigError("token_budget", recipe.token_budget, f"more than a completion's {longest} tokens")
+    return AsyncGRPOConfig(
+        output_dir=str(run.path / "checkpoints"),
+        per_device_train_batch_size=recipe.prompts_per_step * recipe.num_generations // recipe.trainer_ranks,
+        num_generations=recipe.num_generations,
+        max_steps=recipe.steps,
+        learning_rate=recipe.learning_rate,
+        warmup_steps=recipe.ramp_steps,
+        lr_scheduler_type="constant_with_warmup",
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        max_completion_length=longest,
+        temperature=recipe.temperature,
+        loss_type=recipe.loss_type,
+        correction=recipe.correction,
+        token_budget=recipe.token_budget,
+        max_staleness=recipe.max_staleness,
+        max_staleness_steps=recipe.max_staleness_steps,
+        staleness_policy=recipe.staleness_policy,
+        window=recipe.window,
+        weight_sync_steps=recipe.weight_sync_steps,
+        max_inflight_tasks=recipe.max_inflight,
+        queue_maxsize=recipe.queue_capacity,
+        pause_mode=recipe.pause_mode,
+        clear_cache=recipe.clear_cache,
+        weight_transport=recipe.transport,
+        bucket_bytes=recipe.bucket_bytes,
+        sync_attempts=recipe.sync_attempts,
+        min_engines=recipe.min_engines,
+        final_sync=recipe.final_sync,
+        vllm_server_base_url=list(urls),
+        request_timeout=recipe.request_timeout,
+        heartbeat_stale_after_s=recipe.heartbeat_stale_after_s,
+        events_dir=str(run.events),
+        log_completions=recipe.log_completions,
+        num_completions_to_print=8,
+        logging_steps=1,
+        save_strategy="steps" if recipe.save_steps else "no",
+        save_steps=recipe.save_steps or 500,
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        seed=recipe.seed,
+    )
+
+
+def train(
+    recipe: Recipe,
+    run: RunDir,
+    model: Path,
+    urls: Sequence[str],
+    recorder: Recorder,
+    step_seen: StepSeen,
+) -> Learned:
+    """Evaluates, trains, evaluates and saves the model to ``checkpoint/``. Raises what training raised."""
+    torch.set_num_threads(recipe.trainer_threads)
+    dataset = load_training_data(recipe)
+    trainer = AsyncGRPOTrainer(
+        str(model),
+        list(reward_functions(recipe, dataset.column_names)),
+        trainer_config(recipe, run, urls),
+        dataset,
+        callbacks=[_ShowSteps(step_seen)],
+        recorder=recorder,
+    )
+    trainer.remove_callback(PrinterCallback)
+    before = _evaluate(trainer, recipe, recorder)
+    trainer.train(resume_from_checkpoint=recipe.resume_from or None)
+    after = _evaluate(trainer, recipe, recorder)
+    trainer.save_model(str(run.checkpoint))
+    return Learned(before, after)
+
+
+def _evaluate(trainer: AsyncGRPOTrainer, recipe: Recipe, recorder: Recorder) -> float | None:
+    if recipe.task not in task_names() or not recipe.heldout_prompts or not trainer.is_world_process_zero():
+        return None
+    task = get_task(recipe.task)
+    rows = task.generate("heldout", recipe.heldout_prompts, recipe.seed)
+    tokenizer: Any = trainer.processing_class
+    accuracy = evaluate_greedy(trainer.model, tokenizer, rows, task)
+    recorder.emit(
+        Evaluated(
+            split="heldout",
+            accuracy=accuracy,
+            optimizer_step=trainer.state.global_step,
+            version=trainer.version,
+            prompts=len(rows),
+        )
+    )
+    return accuracy
+
+
+class _ShowSteps(TrainerCallback):
+    """Passes what transformers logs on to the progress display."""
+
+    _NAMES = {  # noqa: RUF012 - read only
+        "reward": ("reward", 1.0),
+        "staleness/mean": ("staleness", 1.0),
+        "weight_sync_time_s": ("sync_ms", 1000.0),
+    }
+
+    def __init__(self, step_seen: StepSeen) -> None:
+        self._step_seen = step_seen
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        known = {
+            name: float(logs[key]) * scale
+            for key, (name, scale) in self._NAMES.items()
+            if logs is not None and key in logs
+        }
+        self._step_seen(state.global_step, known)
