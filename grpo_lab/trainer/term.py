@@ -25,6 +25,7 @@ from grpo_lab.trainer.protocols import (
 from grpo_lab.types import CursorState, DroppedGroup, RolloutGroup
 
 _LOOK_EVERY_S = 1.0  # a waiting trainer looks at its deadline this often
+_DRAIN_S = 5.0  # for what a stopped worker had in its queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,6 @@ class TrainingTerm:
 
     ``begin`` and ``start_worker`` do nothing when called again. On ranks other than 0, ``make_worker`` is
     None: they take part in syncs only.
-
-    >>> # connect, initial sync, worker start: always in this order, in every term
     """
 
     def __init__(
@@ -139,16 +138,18 @@ class TrainingTerm:
             WorkerStalled: no further usable group within ``starvation_timeout``.
             WorkerDied: from the worker's buffer.
         """
-        began = progress = time.monotonic()
+        began = time.monotonic()
+        deadline = began + self._args.starvation_timeout
         most = self._buffer.have
         starved = False
         while (groups := self._buffer.assemble(self.version, self.optimizer_step)) is None:
-            if self._buffer.have > most:
-                most, progress = self._buffer.have, time.monotonic()
-            elif time.monotonic() - progress > self._args.starvation_timeout:
+            if self._buffer.have > most:  # a group that was lost or too old brings the step no nearer
+                most, deadline = self._buffer.have, time.monotonic() + self._args.starvation_timeout
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 raise WorkerStalled(self._starvation())
             try:
-                self._take(_LOOK_EVERY_S if starved else 0.0)
+                self._take(min(left_s, _LOOK_EVERY_S) if starved else 0.0)
             except queue.Empty:
                 if not starved:
                     starved = True
@@ -210,8 +211,9 @@ class TrainingTerm:
             self._worker.stop()
 
     def _drop_rest(self) -> None:
+        deadline_s = time.monotonic() + _DRAIN_S
         try:
-            while self._worker is not None:
+            while self._worker is not None and time.monotonic() < deadline_s:
                 self._take(0.0)
         except (queue.Empty, GrpoLabError):
             pass  # a stopped worker may say so; whatever it still held is its own to report

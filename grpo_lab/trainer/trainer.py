@@ -105,6 +105,8 @@ class AsyncGRPOTrainer(Trainer):
     ) -> None:
         if not isinstance(args, AsyncGRPOConfig):
             raise ConfigError("args", type(args).__name__, "an AsyncGRPOConfig")
+        if rollout_worker is not None and make_worker is not None:
+            raise ConfigError("make_worker", make_worker, "None when rollout_worker is given")
         check_dataset(train_dataset)
         injected_worker = rollout_worker is not None or make_worker is not None
         if processing_class is None and (isinstance(model, str | Path) or not injected_worker):
@@ -167,8 +169,6 @@ class AsyncGRPOTrainer(Trainer):
             UserError: the checkpoint is not complete.
             SyncError, WorkerError: training could not go on; what was running has been stopped.
         """
-        if self._injected_worker is not None and self._make_worker is not None:
-            raise ConfigError("make_worker", self._make_worker, "None when rollout_worker is given")
         lineage = decided_by_rank_zero(
             lambda: self._lineage_after(resume_from_checkpoint), self.is_world_process_zero()
         )

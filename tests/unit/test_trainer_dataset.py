@@ -130,13 +130,13 @@ def test_weights_none_arrays_and_coroutines():
     assert score(lambda **_: [None, None]) == [(None, (None,)), (None, (None,))]
 
 
-class Callable_:
+class AsyncReward:
     async def __call__(self, completions, **_):
         return [1.0] * len(completions)
 
 
 def test_an_object_with_an_async_call_is_awaited():
-    assert score(Callable_())[0][0] == 1.0
+    assert score(AsyncReward())[0][0] == 1.0
 
 
 def raising(**_):

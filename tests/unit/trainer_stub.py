@@ -6,6 +6,8 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from grpo_lab.recorders import ListRecorder
+from grpo_lab.trainer import AsyncGRPOConfig, AsyncGRPOTrainer
 from grpo_lab.trainer.dataset import PromptSequence
 from grpo_lab.types import CursorState, RolloutGroup, RolloutSample, VersionSpan
 
@@ -104,3 +106,63 @@ class StubWorker:
         group = RolloutGroup(str(index), self.number, index, self.term, tuple(samples), self.version)
         self.number += 1
         return group
+
+
+def config(tmp_path, **extra):
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "max_steps": 3,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+    } | extra
+    return AsyncGRPOConfig(**values)
+
+
+INJECTED = ("weight_transfer", "callbacks", "make_weight_sync", "make_worker", "optimizers")
+
+
+def make_trainer(tmp_path, worker=None, model=None, **extra):
+    """A trainer that records its events; ``extra`` are settings, or things to inject."""
+    injected = {key: extra.pop(key) for key in INJECTED if key in extra}
+    return AsyncGRPOTrainer(
+        model or tiny_model(),
+        zero_reward,
+        config(tmp_path, **extra),
+        ROWS,
+        rollout_worker=worker,
+        recorder=ListRecorder("trainer", clock=lambda: 0.0),
+        **injected,
+    )
+
+
+def zero_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
+def events(trainer, *kinds):
+    return [record.event for record in trainer.recorder.records if record.event.kind in kinds]
+
+
+class StubFactory:
+    """Makes a worker a term, that begins where the trainer says."""
+
+    def __init__(self, **options):
+        self.options = options
+        self.workers = []
+
+    def __call__(self, start):
+        worker = StubWorker(done=start.cursor, term=start.term, **self.options)
+        worker.version = start.version
+        self.workers.append(worker)
+        return worker
+
+    @property
+    def indices(self):
+        return [index for worker in self.workers for index in worker.indices]
