@@ -33,7 +33,12 @@ class EngineServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI, ready: Callable[[], None]) -> None:
         settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="on"
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+            lifespan="on",
+            proxy_headers=False,
         )
         super().__init__(settings)
         self._app, self._ready = app, ready
