@@ -56,14 +56,13 @@ class StalenessBound:
                 f"at least weight_sync_steps - 1 = {between_syncs}",
                 "Even the freshest sample grows that old between two syncs: sync more often",
             )
-        limit = self.admission_limit(0)
-        largest = self.groups_per_step if limit is None else limit
-        if self.window < 1 or largest < self.groups_per_step:
-            spare = largest + self.window - 1 - self.groups_per_step
+        if self.policy != "window" and self.window != 1:
+            raise ConfigError("window", self.window, f"1 with staleness_policy={self.policy!r}")
+        if not 1 <= self.window <= self._spare_groups + 1:
             raise ConfigError(
                 "window",
                 self.window,
-                f"1 to {spare + 1}: the groups that the staleness bound leaves to spare, plus 1",
+                f"1 to {self._spare_groups + 1}: the groups that the staleness bound leaves to spare, plus 1",
                 "Raise max_staleness or lower the window",
             )
 
@@ -72,13 +71,26 @@ class StalenessBound:
         """Whether prompts are held back; otherwise stale groups are dropped at the end."""
         return self.policy in ("admission", "window")
 
+    @property
+    def _spare_groups(self) -> int:
+        """What may be admitted under one version beyond the groups that its own steps consume.
+
+        The next version comes only when those steps are done, so a window that took their room would
+        stop the run. The same for every version: both sides of the inequality rise by k G.
+        """
+        steps = self._steps_admitted(0) - self.weight_sync_steps
+        return steps * self.groups_per_step
+
     def admission_limit(self, versions_since_start: int) -> int | None:
         """How many groups (lost ones not counted) may have been admitted by then; None: no limit."""
         if not self.admits_by_bound:
             return None
+        overtaking = self.window - 1 if self.policy == "window" else 0
+        return self._steps_admitted(versions_since_start) * self.groups_per_step - overtaking
+
+    def _steps_admitted(self, versions_since_start: int) -> int:
         steps = (self.max_staleness + versions_since_start + 1) * self.weight_sync_steps
         if self.max_staleness_steps is not None:
             # Version d holds the weights of step d k, and may be used up to step d k + bound.
             steps = min(steps, versions_since_start * self.weight_sync_steps + self.max_staleness_steps + 1)
-        overtaking = self.window - 1 if self.policy == "window" else 0
-        return steps * self.groups_per_step - overtaking
+        return steps

@@ -14,22 +14,20 @@ on a 200 either, but when every engine of the view has loaded it and proved that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from grpo_lab.errors import ConfigError, EngineUnreachable, GrpoLabError, SyncError
+from grpo_lab.errors import ConfigError, GrpoLabError, SyncError
 from grpo_lab.events import PhaseAgreed, StateChanged, SyncAborted, SyncBegan, SyncEnded, VersionCommitted
 from grpo_lab.ports import Engine, Ranks, Recorder, WeightSource, WeightTransport
 from grpo_lab.protocol.canary import Canary
 from grpo_lab.protocol.delivery import Delivery, drain
+from grpo_lab.protocol.engine_actions import EngineActions
 from grpo_lab.protocol.engine_set import EngineSet
 from grpo_lab.protocol.phase_times import PhaseTimes
 from grpo_lab.protocol.timeouts import Timeouts
 from grpo_lab.types import PauseMode, SyncId, SyncState
-
-REPEATED_FAILURES = 2  # attempts of one sync that an engine may fail before the others go on without it
-HEALTH_RETRY_S = 0.2  # between two tries to reach an engine that is still starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,8 @@ class Coordinator:
     ``transfer`` and ``resume``; a step that raises has released the engines before.
 
     Raises:
-        SyncError: when fewer than ``min_engines`` engines are left.
+        SyncError: when fewer than ``min_engines`` engines are left, or when something broke that no retry
+            mends (an exception that is not of ``grpo_lab.errors``; it is the cause).
     """
 
     def __init__(
@@ -82,6 +81,7 @@ class Coordinator:
     ) -> None:
         self._set = EngineSet(engines, recorder, settings.min_engines)
         self._delivery = Delivery(self._set, transport, source, recorder, settings.canary, settings.timeouts)
+        self._actions = EngineActions(self._set, self._delivery, settings.timeouts)
         self._source = source
         self._ranks = ranks
         self._recorder = recorder
@@ -90,6 +90,7 @@ class Coordinator:
         self._sync = SyncId(0, 0, 0)
         self._times = PhaseTimes(lambda: 0.0)
         self._moved = False
+        self._broken: GrpoLabError | None = None
         self._optimizer_step = 0
         self.state = SyncState.DISCONNECTED
         self.committed = 0
@@ -108,14 +109,7 @@ class Coordinator:
         """Waits for the engines and joins them to the transfer. The next sync is base_version + 1."""
         self._sync = SyncId(term, base_version, 0)
         self.committed = base_version
-        failure: GrpoLabError | None = None
-        try:
-            if self.is_sender:
-                await self._reach_engines()
-                await self._delivery.handshake(self._sync)
-        except GrpoLabError as error:
-            failure = error
-        await self._require_agreement("connect", failure)
+        await self._require_agreement("connect", await self._led(self._actions.connect))
         self._enter(SyncState.RUNNING)
 
     async def sync(self, optimizer_step: int = 0, weights_changed: bool = True) -> SyncReport:
@@ -130,6 +124,7 @@ class Coordinator:
             raise SyncError(f"sync in state {self.state.value}: connect first, and one sync at a time")
         self._times = PhaseTimes(asyncio.get_running_loop().time)
         self._moved = False
+        self._broken = None
         self._optimizer_step = optimizer_step
         await self._begin(weights_changed)
         async with self._released_on_error():
@@ -177,7 +172,7 @@ class Coordinator:
 
     async def _begin(self, weights_changed: bool) -> None:
         self._sync = SyncId(self._sync.term, self.committed + 1, 1)
-        await self._delivery.begin_version()
+        await self._require_agreement("begin", await self._failure_of(self._delivery.begin_version()))
         if self.is_sender:
             self._recorder.emit(
                 SyncBegan(
@@ -195,29 +190,20 @@ class Coordinator:
 
     async def _pause(self) -> None:
         self._enter(SyncState.PAUSING)
-        failure: GrpoLabError | None = None
+        mode, clear_cache = self._settings.pause_mode, self._settings.clear_cache
         with self._times.measure("pause"):
-            if self.is_sender:
-                failure = await self._pause_engines()
+            failure = await self._led(lambda sync: self._actions.pause(mode, clear_cache, sync))
         if await self._agree("pause", failure):
             self._enter(SyncState.PAUSED)
         else:
-            self._emit_aborted(f"pause: {failure}", final=True)
+            self._emit_aborted(f"pause: {failure or 'another rank failed'}", final=True)
 
     async def _transfer(self) -> bool:
         """Attempts, always the same weights, until the whole view has proved them or none is left."""
         for attempt in range(1, self._settings.attempts + 1):
             self._sync = SyncId(self._sync.term, self._sync.version, attempt)
             self._enter(SyncState.TRANSFERRING)
-            failure: GrpoLabError | None = None
-            try:
-                if self.is_sender:
-                    await self._delivery.attempt(self._sync, self._times)
-                else:
-                    await self._source.begin(self._sync)
-                    await drain(self._source)
-            except GrpoLabError as error:
-                failure = error
+            failure = await self._failure_of(self._attempt())
             if await self._agree("transfer", failure):
                 self._enter(SyncState.LOADED)
                 return True
@@ -226,17 +212,24 @@ class Coordinator:
             self._enter(SyncState.PAUSED)
             if last or not await self._agree("retry", await self._prepare_retry()):
                 break
-        return await self._settle()
+        return await self._agree("settle", self._broken or await self._led(self._actions.settle))
+
+    async def _attempt(self) -> None:
+        if self.is_sender:
+            await self._delivery.attempt(self._sync, self._times)
+        else:
+            await self._source.begin(self._sync)
+            await drain(self._source)
+
+    async def _prepare_retry(self) -> GrpoLabError | None:
+        """An error means that no retry is possible."""
+        return self._broken or await self._led(self._actions.prepare_retry)
 
     async def _probation(self) -> None:
-        needed = self.is_sender and self._delivery.needs_probation
         failure: GrpoLabError | None = None
-        if needed:
+        if self.is_sender and self._delivery.needs_probation:
             self._enter(SyncState.PROBATION)
-            try:
-                await self._delivery.probation(self._sync)
-            except GrpoLabError as error:
-                failure = error
+            failure = await self._led(self._delivery.probation)
         await self._require_agreement("probation", failure)
 
     def _commit(self) -> None:
@@ -255,107 +248,17 @@ class Coordinator:
             )
 
     async def _abort(self) -> None:
-        """Back to the previous version: what is staged is dropped, who may hold the new one is fenced."""
+        """Back to the previous version."""
         self._enter(SyncState.ABORTING)
-        failure: GrpoLabError | None = None
-        if self.is_sender:
-            try:
-                await self._return_to_previous("aborted")
-                self._set.require_enough()
-            except GrpoLabError as error:
-                failure = error
-        await self._require_agreement("abort", failure)
+        failure = await self._led(lambda sync: self._actions.return_to_previous("aborted", sync))
+        await self._require_agreement("abort", self._broken or failure)
 
     async def _resume(self) -> None:
         self._enter(SyncState.RESUMING)
-        failure: GrpoLabError | None = None
         with self._times.measure("resume"):
-            if self.is_sender:
-                try:
-                    await self._resume_engines()
-                    self._set.require_enough()
-                except GrpoLabError as error:
-                    failure = error
+            failure = await self._led(self._actions.resume)
         await self._require_agreement("resume", failure)
         self._enter(SyncState.RUNNING)
-
-    # -- what rank 0 does ------------------------------------------------------------------------------
-
-    async def _reach_engines(self) -> None:
-        self._set.declare_view()
-        limit_s = self._limits.connect_s
-        failures = await self._set.each("health", _until_healthy, limit_s, self._sync)
-        for name, error in failures.items():
-            self._set.fence(name, f"not healthy within {limit_s:g} s: {error}", self._sync)
-        self._set.require_enough()
-
-    async def _pause_engines(self) -> GrpoLabError | None:
-        mode, clear_cache = self._settings.pause_mode, self._settings.clear_cache
-        failures = await self._set.each(
-            "pause",
-            lambda engine: engine.pause(mode, clear_cache, self._sync.term),
-            self._limits.pause_s,
-            self._sync,
-        )
-        if failures:
-            await self._set.fence_dead(tuple(failures), self._limits.resume_s, self._sync)
-            alive = [error for name, error in failures.items() if name not in self._set.fenced]
-            if alive:
-                return alive[0]
-        return self._too_few()
-
-    async def _prepare_retry(self) -> GrpoLabError | None:
-        """Fences the dead and joins the rest anew; an error means that no retry is possible."""
-        if not self.is_sender:
-            return None
-        try:
-            await self._set.fence_dead(self._set.names, self._limits.resume_s, self._sync)
-            self._set.require_enough()
-            self._fence_repeaters()
-            await self._delivery.close()
-            await self._delivery.handshake(self._sync)
-        except GrpoLabError as error:
-            return error
-        return None
-
-    def _fence_repeaters(self) -> None:
-        """One engine that fails attempt after attempt must not keep the others from the new version."""
-        repeaters = [name for name in self._set.names if self._delivery.failures[name] >= REPEATED_FAILURES]
-        if len(self._set.names) - len(repeaters) >= self._settings.min_engines:
-            for name in repeaters:
-                times = self._delivery.failures[name]
-                self._set.fence(name, f"failed {times} attempts of {self._sync}", self._sync)
-
-    async def _settle(self) -> bool:
-        """After the last attempt: go on with those who proved the version, if they are enough."""
-        failure: GrpoLabError | None = None
-        if self.is_sender:
-            missing = [name for name in self._set.names if name not in self._delivery.proved]
-            if len(self._set.names) - len(missing) < self._settings.min_engines:
-                failure = SyncError(f"{self._sync}: not proved by {', '.join(missing)}")
-            else:
-                for name in missing:
-                    self._set.fence(name, f"could not load and prove {self._sync}", self._sync)
-        return await self._agree("settle", failure)
-
-    async def _return_to_previous(self, why: str) -> None:
-        if not self._delivery.started:
-            return
-        for engine in self._set.view:
-            if engine.name in self._delivery.loaded or not engine.capabilities.staged:
-                self._set.fence(engine.name, f"{self._sync} {why}: weights uncertain", self._sync)
-        failures = await self._set.each(
-            "abandon", lambda engine: engine.abandon_update(self._sync), self._limits.resume_s, self._sync
-        )
-        for name, error in failures.items():
-            self._set.fence(name, f"could not drop {self._sync}: {error}", self._sync)
-
-    async def _resume_engines(self) -> None:
-        failures = await self._set.each(
-            "resume", lambda engine: engine.resume(self._sync.term), self._limits.resume_s, self._sync
-        )
-        for name, error in failures.items():
-            self._set.fence(name, f"could not be resumed: {error}", self._sync)
 
     @asynccontextmanager
     async def _released_on_error(self) -> AsyncIterator[None]:
@@ -363,25 +266,38 @@ class Coordinator:
         try:
             yield
         except BaseException as error:
-            self._emit_aborted(f"{type(error).__name__}: {error}", final=True)
+            if not self._moved:
+                self._emit_aborted(f"{type(error).__name__}: {error}", final=True)
             await self._release()
             raise
 
     async def _release(self) -> None:
         """Last resort on an exception: nobody stays paused without being declared fenced."""
-        if self.is_sender:
-            if self.committed != self._sync.version:
-                await self._return_to_previous("ended before its commit")
-            await self._resume_engines()
+        if not self._moved:
+            await self._led(lambda sync: self._actions.return_to_previous("ended before its commit", sync))
+        await self._led(self._actions.resume)
         self._enter(SyncState.RUNNING if self._set.view or not self.is_sender else SyncState.FENCED)
 
     # -- small things ------------------------------------------------------------------------------------
 
-    def _too_few(self) -> GrpoLabError | None:
+    async def _led(self, action: Callable[[SyncId], Awaitable[None]]) -> GrpoLabError | None:
+        """What went wrong when rank 0 did this; nothing on the other ranks."""
+        return await self._failure_of(action(self._sync)) if self.is_sender else None
+
+    async def _failure_of(self, phase: Awaitable[None]) -> GrpoLabError | None:
+        """The exception of a phase as a value: the other ranks wait for this one's word on it.
+
+        What is not of ``grpo_lab.errors`` (out of memory, a bug) is mended by no retry: it ends the sync,
+        after the ranks have agreed and the engines were released.
+        """
         try:
-            self._set.require_enough()
-        except SyncError as error:
+            await phase
+        except GrpoLabError as error:
             return error
+        except Exception as error:
+            self._broken = SyncError(f"{self._sync}: {type(error).__name__}: {error}")
+            self._broken.__cause__ = error
+            return self._broken
         return None
 
     async def _agree(self, phase: str, failure: GrpoLabError | None) -> bool:
@@ -420,13 +336,3 @@ class Coordinator:
                     final=final,
                 )
             )
-
-
-async def _until_healthy(engine: Engine) -> None:
-    """A server that is still loading refuses connections; its caller bounds the wait."""
-    while True:
-        try:
-            await engine.health()
-            return
-        except EngineUnreachable:
-            await asyncio.sleep(HEALTH_RETRY_S)

@@ -55,6 +55,9 @@ class EngineSet:
         )
         self.declare_view()
 
+    def enough_without(self, names: Sequence[str]) -> bool:
+        return len([name for name in self.names if name not in names]) >= self._min_engines
+
     def require_enough(self) -> None:
         """Raises ``SyncError`` when fewer than ``min_engines`` are left, with why each was lost."""
         if len(self.view) < self._min_engines:

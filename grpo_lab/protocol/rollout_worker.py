@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from grpo_lab.errors import RewardError, WorkerError
+from grpo_lab.errors import ConfigError, PhaseTimeout, RewardError, WorkerError
 from grpo_lab.events import AdmissionBlocked, GroupAdmitted, GroupDropped, GroupScored, Heartbeat
 from grpo_lab.ports import Engine, PromptSource, Recorder, RewardModel, SampleQueue
 from grpo_lab.protocol.admission import StalenessBound
@@ -32,6 +32,8 @@ from grpo_lab.types import (
 class RolloutSettings:
     """What the worker does.
 
+    Raises ``ConfigError`` for values under which not a single group could ever run.
+
     Attributes:
         max_inflight: completions under way at once, over all engines.
         max_consecutive_failures: groups lost in a row (with no success) before the run ends.
@@ -47,6 +49,18 @@ class RolloutSettings:
     heartbeat_every_s: float = 1.0
     group_timeout_s: float = 3600.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_generations", "max_consecutive_failures"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "an integer of at least 1")
+        if self.max_inflight < self.num_generations:
+            raise ConfigError(
+                "max_inflight_tasks",
+                self.max_inflight,
+                f"at least num_generations = {self.num_generations}",
+                "The completions of a group are requested together",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,9 @@ class RolloutWorker:
 
     Admission, in order: stop asked; the staleness bound (``admission_limit``); ``max_inflight``; queue
     capacity, because a finished group keeps its place among those under way until the queue has taken it.
+
+    Every admitted group ends once: the queue takes it, or it is dropped with a reason. Those that are
+    under way when the worker ends, for whatever reason, are dropped as ``shutdown``.
 
     ``heartbeat`` is called with a progress count that rises with every token and finished group, so
     that a worker that lives but does nothing can be told from one that waits for admission
@@ -97,7 +114,7 @@ class RolloutWorker:
         self._stopping = False
         self._number = 0
         self._lost = 0
-        self._running = 0
+        self._under_way: dict[str, _Admitted] = {}
         self._finished = 0
         self._consecutive_failures = 0
         self.version = version
@@ -115,17 +132,23 @@ class RolloutWorker:
 
     async def run(self) -> None:
         """Raises ``WorkerError`` when it cannot go on, for instance when the engine is gone."""
-        async with Nursery("rollout worker", timeout_s=math.inf) as nursery:
-            nursery.start(self._beat(), name="heartbeat")
-            while not self._stopping:
-                self.blocked_by = self._what_blocks()
-                if self.blocked_by:
-                    self._recorder.emit(AdmissionBlocked(term=self._term, by=self.blocked_by))
-                    await self._wait_for_change()
-                else:
-                    group = self._admit()
-                    nursery.start(self._run_group(group), name=group.group_id)
-            nursery.cancel()
+        try:
+            async with Nursery("rollout worker", timeout_s=math.inf) as nursery:
+                nursery.start(self._beat(), name="heartbeat")
+                while not self._stopping:
+                    self.blocked_by = self._what_blocks()
+                    if self.blocked_by:
+                        self._recorder.emit(AdmissionBlocked(term=self._term, by=self.blocked_by))
+                        await self._wait_for_change()
+                    else:
+                        group = self._admit()
+                        nursery.start(self._run_group(group), name=group.group_id)
+                nursery.cancel()
+        finally:
+            # Not in the groups' own tasks: one that is cancelled before its first step runs no code.
+            for group in self._under_way.values():
+                self._emit_dropped(group, "shutdown", "in flight when the worker ended")
+            self._under_way.clear()
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -133,7 +156,7 @@ class RolloutWorker:
         limit = self._settings.bound.admission_limit(self.version - self._first_version)
         if limit is not None and self._number - self._lost >= limit:
             return "bound"
-        if (self._running + 1) * self._settings.num_generations > self._settings.max_inflight:
+        if (len(self._under_way) + 1) * self._settings.num_generations > self._settings.max_inflight:
             return "inflight"
         return ""
 
@@ -150,7 +173,7 @@ class RolloutWorker:
         samples = tuple(f"{group_id}.s{index}" for index in range(self._settings.num_generations))
         group = _Admitted(group_id, self._number, prompt_index, prompt, row, self.version, samples)
         self._number += 1
-        self._running += 1
+        self._under_way[group_id] = group
         self._recorder.emit(
             GroupAdmitted(
                 term=self._term,
@@ -160,7 +183,7 @@ class RolloutWorker:
                 samples=samples,
                 version=self.version,
                 admitted=self._number - self._lost,
-                running=self._running,
+                running=len(self._under_way),
             )
         )
         return group
@@ -172,19 +195,21 @@ class RolloutWorker:
             completions = await self._generate(group)
             finished = await self._score(group, completions)
             await self._queue.put(finished)
-            self._finished += 1
-            self._consecutive_failures = 0
         except SampleLost as lost:
             await self._give_up(group, lost.reason, lost.detail)
         except RewardError as error:
             await self._give_up(group, "reward_failed", str(error))
-        except BaseException:
-            # Cancelled by stop, or the worker is failing: these samples end here, too.
-            self._emit_dropped(group, "shutdown", "in flight when the worker ended")
-            raise
-        finally:
-            self._running -= 1
-            self._changed.set()
+        except PhaseTimeout as error:
+            await self._give_up(group, "request_failed", str(error))
+        else:
+            self._end(group)
+            self._consecutive_failures = 0
+
+    def _end(self, group: _Admitted) -> None:
+        """The group's place is free again."""
+        del self._under_way[group.group_id]
+        self._finished += 1
+        self._changed.set()
 
     async def _generate(self, group: _Admitted) -> list[Completion]:
         settings = self._settings
@@ -228,6 +253,7 @@ class RolloutWorker:
     async def _give_up(self, group: _Admitted, reason: DropReason, detail: str) -> None:
         self._lost += 1
         self._emit_dropped(group, reason, detail)
+        self._end(group)
         await self._queue.put(
             DroppedGroup(
                 group.group_id, group.number, group.prompt_index, self._term, group.sample_ids, reason, detail

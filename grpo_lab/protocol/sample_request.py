@@ -6,7 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo_lab.errors import EngineError, EngineRefused, EngineUnreachable, PhaseTimeout, WorkerError
+from grpo_lab.errors import (
+    EngineError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    PhaseTimeout,
+    WorkerError,
+)
 from grpo_lab.events import SampleCompleted, SampleDispatched
 from grpo_lab.ports import Engine, Recorder
 from grpo_lab.protocol.timeouts import bounded
@@ -25,7 +32,9 @@ class RequestSettings:
         timeout_s: one answer, including the time that the engine is paused.
         retries: further tries after a time-out or a 5xx, before the group is given up.
         retry_delay_s: between tries; also the pace at which an absent engine is looked for.
-        engine_gone_after_s: an engine that refuses connections that long ends the run.
+        engine_gone_after_s: when nothing but refused connections has come for so long, the run ends.
+        avoid_s: an engine that could not be reached, or did not answer, gets no request for so long while
+            another one is there.
         max_continuations: how often a sample that pause(abort) cut off is taken up again.
     """
 
@@ -33,6 +42,7 @@ class RequestSettings:
     retries: int = 2
     retry_delay_s: float = 0.25
     engine_gone_after_s: float = 10.0
+    avoid_s: float = 30.0
     max_continuations: int = 32
 
 
@@ -53,6 +63,7 @@ class SampleRequester:
         self._settings = settings
         self._recorder = recorder
         self._inflight = {engine.name: 0 for engine in engines}
+        self._avoid_until_s = {engine.name: 0.0 for engine in engines}
         self._tokens = 0
 
     @property
@@ -91,6 +102,8 @@ class SampleRequester:
         for continuation in range(self._settings.max_continuations + 1):
             request = _request(sample_id, prompt, parts, sampling, term, continuation)
             part = await self._answer(engine, request)
+            if part.finish_reason == "abort" and len(part.token_ids) >= request.sampling.max_tokens:
+                part = replace(part, finish_reason="length")  # nothing is left to continue
             parts.append(part)
             if part.finish_reason != "abort":
                 break
@@ -124,10 +137,17 @@ class SampleRequester:
                     raise WorkerError(
                         f"{engine.name} has been gone for {self._settings.engine_gone_after_s:g} s: {error}"
                     ) from error
+                self._avoid(engine)
                 last = error
-            except (EngineError, PhaseTimeout) as error:
+            except (EngineTimeout, PhaseTimeout) as error:
+                self._avoid(engine)
                 failures += 1
                 last = error
+            except EngineError as error:
+                failures += 1
+                last = error
+            if not isinstance(last, EngineUnreachable):
+                absent_since_s = None  # somebody is there
             if failures > self._settings.retries:
                 raise SampleLost("request_failed", f"{failures} tries: {last}")
             await asyncio.sleep(self._settings.retry_delay_s)
@@ -141,10 +161,22 @@ class SampleRequester:
         finally:
             self._inflight[engine.name] -= 1
 
+    def _avoid(self, engine: Engine) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._avoid_until_s[engine.name] = now_s + self._settings.avoid_s
+
     def _least_busy(self, unless: str = "") -> Engine:
-        """Ties go to the first engine, so that the choice depends on nothing but the load."""
+        """Ties go to the first engine, so that the choice depends on nothing but load and behaviour.
+
+        A dead engine fails so fast that it would always be the least busy one, and a fenced one holds what
+        it is sent for ever: hence ``_avoid``.
+        """
+        now_s = asyncio.get_running_loop().time()
         candidates = [engine for engine in self._engines if engine.name != unless] or list(self._engines)
-        return min(candidates, key=lambda engine: self._inflight[engine.name])
+        return min(
+            candidates,
+            key=lambda engine: (self._avoid_until_s[engine.name] > now_s, self._inflight[engine.name]),
+        )
 
     def _emit_completed(self, whole: Completion, group_id: str, term: int, duration_s: float) -> None:
         finite = all(-1e30 < logprob < 1e30 for logprob in whole.logprobs)

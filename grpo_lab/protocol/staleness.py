@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from grpo_lab.errors import WorkerError
 from grpo_lab.events import GroupDropped, GroupTaken
 from grpo_lab.ports import PromptCursor, Recorder
 from grpo_lab.protocol.admission import StalenessBound
@@ -51,7 +52,15 @@ class GroupBuffer:
         return len(self._ready)
 
     def add(self, item: RolloutGroup | DroppedGroup) -> None:
-        """Takes one item from the queue. A group of an older term ends as ``term_ended``."""
+        """Takes one item from the queue. A group of an older term ends as ``term_ended``.
+
+        Raises ``WorkerError`` for a number that came before: it would be trained on twice.
+        """
+        if item.term == self._term and not self._is_new(item.number):
+            raise WorkerError(
+                f"group {item.group_id} has number {item.number}, which came before in term {item.term}; "
+                "a rollout worker must number the groups of a term 0, 1, 2, ... and send each once"
+            )
         if isinstance(item, DroppedGroup):
             if item.term == self._term and item.reason != "shutdown":
                 self._cursor.acknowledge(item.prompt_index)
@@ -136,6 +145,9 @@ class GroupBuffer:
         if reason != "shutdown":
             self._cursor.acknowledge(group.prompt_index)
         self._end(group.number)
+
+    def _is_new(self, number: int) -> bool:
+        return number >= self._next_number and number not in self._ended and number not in self._ready
 
     def _end(self, number: int) -> None:
         self._ended.add(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 from grpo_lab.errors import ConfigError, PhaseTimeout
 
 T = TypeVar("T")
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,17 @@ async def bounded(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
 
 
 def describe_tasks() -> str:
-    """One line per task of the running loop, sorted by name: its name, and where it is suspended."""
-    tasks = sorted(asyncio.all_tasks(), key=lambda task: task.get_name())
-    return "\n".join(f"  {task.get_name()}: {_where(task)}" for task in tasks)
+    """One line per task of the running loop, sorted: its name, and where it is suspended.
+
+    The lines are sorted, not the tasks: equal names must not come in the order of a set. Addresses are
+    left out. So two runs of one simulation say the same.
+    """
+    lines = [f"  {task.get_name()}: {_where(task)}" for task in sorted(asyncio.all_tasks(), key=_name)]
+    return _ADDRESS.sub("", "\n".join(sorted(lines)))
+
+
+def _name(task: asyncio.Task[Any]) -> str:
+    return task.get_name()
 
 
 def _where(task: asyncio.Task[Any]) -> str:

@@ -1,0 +1,107 @@
+"""What rank 0 does to the engines in each phase of a sync, apart from moving the weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+from grpo_lab.errors import EngineUnreachable, SyncError
+from grpo_lab.ports import Engine
+from grpo_lab.protocol.delivery import Delivery
+from grpo_lab.protocol.engine_set import EngineSet
+from grpo_lab.protocol.timeouts import Timeouts
+from grpo_lab.types import PauseMode, SyncId
+
+REPEATED_FAILURES = 2  # attempts of one sync that an engine may fail before the others go on without it
+HEALTH_RETRY_S = 0.2  # between two tries to reach an engine that is still starting
+
+
+class EngineActions:
+    """One method a phase; each raises ``GrpoLabError`` when the phase has failed.
+
+    An engine that is dead, or that may hold anything else than it should, is fenced on the way; whether
+    enough are left decides if the phase has failed.
+    """
+
+    def __init__(self, engines: EngineSet, delivery: Delivery, timeouts: Timeouts) -> None:
+        self._set = engines
+        self._delivery = delivery
+        self._limits = timeouts
+
+    async def connect(self, sync: SyncId) -> None:
+        """Waits for the engines and joins them to the transfer."""
+        self._set.declare_view()
+        limit_s = self._limits.connect_s
+        failures = await self._set.each("health", _until_healthy, limit_s, sync)
+        for name, error in failures.items():
+            self._set.fence(name, f"not healthy within {limit_s:g} s: {error}", sync)
+        self._set.require_enough()
+        await self._delivery.handshake(sync)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, sync: SyncId) -> None:
+        """Raises the first failure of an engine that lives: it may be generating still."""
+        failures = await self._set.each(
+            "pause", lambda engine: engine.pause(mode, clear_cache, sync.term), self._limits.pause_s, sync
+        )
+        if failures:
+            await self._set.fence_dead(tuple(failures), self._limits.resume_s, sync)
+            for name, error in failures.items():
+                if name not in self._set.fenced:
+                    raise error
+        self._set.require_enough()
+
+    async def prepare_retry(self, sync: SyncId) -> None:
+        """Fences the dead and joins the rest anew."""
+        await self._set.fence_dead(self._set.names, self._limits.resume_s, sync)
+        self._set.require_enough()
+        self._fence_repeaters(sync)
+        await self._delivery.close()
+        await self._delivery.handshake(sync)
+
+    def _fence_repeaters(self, sync: SyncId) -> None:
+        """One engine that fails attempt after attempt must not keep the others from the new version."""
+        repeaters = [name for name in self._set.names if self._delivery.failures[name] >= REPEATED_FAILURES]
+        if self._set.enough_without(repeaters):
+            for name in repeaters:
+                times = self._delivery.failures[name]
+                self._set.fence(name, f"failed {times} attempts of {sync}", sync)
+
+    async def settle(self, sync: SyncId) -> None:
+        """After the last attempt: go on with those who proved the version, if they are enough."""
+        missing = [name for name in self._set.names if name not in self._delivery.proved]
+        if not self._set.enough_without(missing):
+            raise SyncError(f"{sync}: not proved by {', '.join(missing)}")
+        for name in missing:
+            self._set.fence(name, f"could not load and prove {sync}", sync)
+
+    async def return_to_previous(self, why: str, sync: SyncId) -> None:
+        """What is staged is dropped, who may hold the new version is fenced."""
+        if not self._delivery.started:
+            return
+        self._delivery.started = False
+        for engine in self._set.view:
+            if engine.name in self._delivery.loaded or not engine.capabilities.staged:
+                self._set.fence(engine.name, f"{sync} {why}: weights uncertain", sync)
+        failures = await self._set.each(
+            "abandon", lambda engine: engine.abandon_update(sync), self._limits.resume_s, sync
+        )
+        for name, error in failures.items():
+            self._set.fence(name, f"could not drop {sync}: {error}", sync)
+
+    async def resume(self, sync: SyncId) -> None:
+        """Raises ``SyncError`` when too few engines came back."""
+        failures = await self._set.each(
+            "resume", lambda engine: engine.resume(sync.term), self._limits.resume_s, sync
+        )
+        for name, error in failures.items():
+            self._set.fence(name, f"could not be resumed: {error}", sync)
+        self._set.require_enough()
+
+
+async def _until_healthy(engine: Engine) -> None:
+    """A server that is still loading refuses connections; its caller bounds the wait."""
+    while True:
+        try:
+            await engine.health()
+            return
+        except EngineUnreachable:
+            await asyncio.sleep(HEALTH_RETRY_S)
