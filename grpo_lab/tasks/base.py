@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from grpo_lab.errors import ConfigError, DataError
+from grpo_lab.tasks.warmup_spec import WarmupSpec
 
 Split = Literal["train", "development", "heldout"]
 Row = dict[str, Any]
@@ -32,6 +33,7 @@ class Task:
         alphabet: every character that prompts and answers are made of.
         max_completion_tokens: enough for the longest answer and its end token, one character a token.
         reward_funcs: TRL's calling style; the first one decides what counts as correct (reward 1).
+        warmup: the supervised phase that brings a tiny model to a useful start on this task.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Task:
     alphabet: str
     max_completion_tokens: int
     reward_funcs: tuple[RewardFunction, ...]
+    warmup: WarmupSpec = field(default_factory=WarmupSpec)
 
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
         """``count`` different rows ``{"prompt", "answer"}`` of a split; equal arguments give equal rows.

@@ -1,4 +1,4 @@
-"""Greedy accuracy of a causal language model on rows of a task."""
+"""Accuracy of a causal language model on rows of a task, greedy or sampled."""
 
 from __future__ import annotations
 
@@ -29,13 +29,23 @@ def encode_prompt(
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=-1)
+
+
+def sampler(seed: int, device: torch.device) -> Pick:
+    """Picks by sampling at temperature 1, from its own generator: the global random state is left alone."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda logits: torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
 @torch.no_grad()
 def decode_batch(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     eos_token_id: int,
-    pick: Pick = lambda logits: logits.argmax(dim=-1),
+    pick: Pick = greedy,
 ) -> list[list[int]]:
     """Completions of prompts, decoded together with one KV cache; the end token is included.
 
@@ -91,6 +101,30 @@ def evaluate_greedy(
     Raises:
         DataError: there are no rows.
     """
+    return _accuracy(model, tokenizer, rows, task, greedy, batch_size)
+
+
+def evaluate_sampled(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    task: Task,
+    seed: int,
+    batch_size: int = 256,
+) -> float:
+    """As :func:`evaluate_greedy`, with one completion a row sampled at temperature 1: the pass rate."""
+    pick = sampler(seed, next(model.parameters()).device)
+    return _accuracy(model, tokenizer, rows, task, pick, batch_size)
+
+
+def _accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    task: Task,
+    pick: Pick,
+    batch_size: int,
+) -> float:
     if not rows:
         raise DataError("evaluation needs at least one row, got none")
     ordered = sorted(rows, key=lambda row: len(row["prompt"]))
@@ -99,7 +133,7 @@ def evaluate_greedy(
         for start in range(0, len(ordered), batch_size):
             batch = ordered[start : start + batch_size]
             prompts = [encode_prompt(tokenizer, row["prompt"]) for row in batch]
-            ids = decode_batch(model, prompts, task.max_completion_tokens, tokenizer.eos_token_id)
+            ids = decode_batch(model, prompts, task.max_completion_tokens, tokenizer.eos_token_id, pick)
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             columns = {name: [row[name] for row in batch] for name in batch[0] if name != "prompt"}
             rewards = task.reward_funcs[0]([row["prompt"] for row in batch], texts, ids, **columns)

@@ -1,18 +1,23 @@
 """Makes a real, tiny causal language model: a Hugging Face directory that learns in a minute.
 
-A model is named by what decides its weights: the spec, the task, the seed, and the code and libraries
-that made it. Models are made in a temporary directory and renamed into the cache, so a reader never sees
-half a model and makers that race end with one.
+A model is named by what decides its weights: the spec, the task, the seed, and the libraries and code that
+make it, comments and docstrings left out. Models are made in a temporary directory and renamed into the
+cache, so a reader never sees half a model and makers that race end with one.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
 import os
+import random
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,20 +31,32 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 from grpo_lab.errors import ConfigError, ModelError
+from grpo_lab.tasks import base as base_module
+from grpo_lab.tasks import evaluation as evaluation_module
+from grpo_lab.tasks import tokenizer as tokenizer_module
+from grpo_lab.tasks import warmup as warmup_module
 from grpo_lab.tasks.base import Task
 from grpo_lab.tasks.evaluation import evaluate_greedy
 from grpo_lab.tasks.tokenizer import CHARACTERS, make_tokenizer
-from grpo_lab.tasks.warmup import Progress, WarmupSpec, anneal, warm_up
+from grpo_lab.tasks.warmup import Progress, anneal, warm_up
+from grpo_lab.tasks.warmup_spec import WarmupSpec
 
 WARMUP_FILE = "grpo_lab_warmup.json"
 CACHE_VARIABLE = "GRPO_LAB_CACHE"
 
+_ROWS_IN_KEY = 64  # enough to tell two definitions of a task apart
+
 
 @dataclass(frozen=True, slots=True)
 class TinyModelSpec:
-    """Sizes of a decoder with RMSNorm, RoPE, SwiGLU and tied embeddings; 569 k parameters by default."""
+    """Sizes of a decoder with RMSNorm, RoPE, SwiGLU and tied embeddings; 569 k parameters by default.
+
+    Attributes:
+        warmup: the supervised phase; None takes the task's own.
+    """
 
     architecture: Literal["llama", "qwen2"] = "llama"
     num_layers: int = 3
@@ -48,7 +65,7 @@ class TinyModelSpec:
     num_kv_heads: int = 4
     intermediate_size: int = 320
     max_position_embeddings: int = 256
-    warmup: WarmupSpec = field(default_factory=WarmupSpec)
+    warmup: WarmupSpec | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in ("llama", "qwen2"):
@@ -64,6 +81,9 @@ class TinyModelSpec:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads={self.num_heads}")
 
+    def warmup_for(self, task: Task) -> WarmupSpec:
+        return task.warmup if self.warmup is None else self.warmup
+
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
@@ -71,7 +91,7 @@ class TinyModel:
 
     path: Path
     warmup_steps: int
-    development_accuracy: float
+    development_pass_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +108,39 @@ def cache_directory() -> Path:
 
 
 def model_key(spec: TinyModelSpec, task: Task, seed: int) -> str:
-    """A readable name with a digest of everything that decides the weights."""
-    sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    """A readable name with a digest of everything that decides the weights.
+
+    The task counts by what it draws and the length of its completions, the code by its syntax tree: a changed
+    comment here, or any change elsewhere, keeps the cache.
+    """
+    resolved = asdict(replace(spec, warmup=spec.warmup_for(task)))
+    rng = random.Random(0)
+    drawn = [task.draw(rng) for _ in range(_ROWS_IN_KEY)]
     libraries = [torch.__version__, transformers.__version__]
-    text = json.dumps([asdict(spec), task.name, seed, libraries, sources], sort_keys=True)
+    makers = (base_module, evaluation_module, tokenizer_module, warmup_module, build_model)
+    code = [_syntax(inspect.getsource(maker)) for maker in makers]
+    text = json.dumps(
+        [resolved, task.name, task.max_completion_tokens, drawn, seed, libraries, code], sort_keys=True
+    )
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return f"{spec.architecture}-{task.name}-seed{seed}-{digest}"
+
+
+def _syntax(source: str) -> str:
+    """The syntax tree of a source, to which docstrings, comments and layout make no difference."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [line for line in node.body if not _is_string(line)]
+    return ast.dump(tree)
+
+
+def _is_string(line: ast.stmt) -> bool:
+    return (
+        isinstance(line, ast.Expr)
+        and isinstance(line.value, ast.Constant)
+        and isinstance(line.value.value, str)
+    )
 
 
 def make_tiny_model(
@@ -121,9 +168,12 @@ def make_tiny_model(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)  # before the work: a bad place is told at once
         model, tokenizer = build_model(spec, task, seed)
-        result = warm_up(model, tokenizer, task, spec.warmup, seed, progress=progress)
-        record = {"key": key, "task": task.name, "seed": seed, "spec": asdict(spec), **asdict(result)}
-        _save(target, model, tokenizer, record)
+        plan = spec.warmup_for(task)
+        result = warm_up(model, tokenizer, task, plan, seed, progress=progress)
+        made_of = asdict(replace(spec, warmup=plan))
+        record = {"key": key, "task": task.name, "seed": seed, "spec": made_of, **asdict(result)}
+        with no_progress_bars():
+            _save(target, model, tokenizer, record)
     except OSError as error:
         raise ModelError(f"cannot write a model to {target}: {error}; set {CACHE_VARIABLE}") from error
     return _read_finished(target, key)
@@ -144,7 +194,7 @@ def annealed_baseline(
     start left on the table. Costs as much time as the warm-up.
     """
     model, tokenizer = build_model(spec, task, seed)
-    anneal(model, tokenizer, task, spec.warmup, seed, steps=steps, progress=progress)
+    anneal(model, tokenizer, task, spec.warmup_for(task), seed, steps=steps, progress=progress)
     rows = task.generate("heldout", heldout_rows, seed)
     return AnnealedBaseline(evaluate_greedy(model, tokenizer, rows, task), steps)
 
@@ -178,6 +228,18 @@ def build_model(
         return Qwen2ForCausalLM(Qwen2Config(**sizes)), tokenizer
 
 
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Hides transformers' own progress bars, which would break up ours; afterwards they are as before."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def _save(
     target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]
 ) -> None:
@@ -205,7 +267,7 @@ def _read_finished(target: Path, key: str) -> TinyModel:
     try:
         record = json.loads((target / WARMUP_FILE).read_text())
         found = record["key"]
-        model = TinyModel(target, record["steps"], record["development_accuracy"])
+        model = TinyModel(target, record["steps"], record["development_pass_rate"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{target} exists but is not a tiny model made here ({error}); remove it") from error
     if found != key:

@@ -1,9 +1,9 @@
 """The supervised phase that gives reinforcement learning something to improve.
 
-It stops by a fixed rule, at the first look at which greedy accuracy on the *development* split reaches
-``stop_accuracy``; the held-out split is never looked at. The learning rate is constant after its ramp,
-so the result is an un-annealed checkpoint: part of what reinforcement learning gains from there,
-annealing alone would gain too. :func:`annealed_baseline` measures how much.
+It stops by the fixed rule of :class:`~grpo_lab.tasks.warmup_spec.WarmupSpec`: the held-out split is never
+looked at. The learning rate is constant after its ramp, so the result is an un-annealed checkpoint: part
+of what reinforcement learning gains from there, annealing alone would gain too.
+:func:`~grpo_lab.tasks.tiny_model.annealed_baseline` measures how much.
 """
 
 from __future__ import annotations
@@ -16,57 +16,21 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_lab.errors import ConfigError, ModelError
+from grpo_lab.errors import ModelError
 from grpo_lab.tasks.base import Row, Task
-from grpo_lab.tasks.evaluation import encode_prompt, evaluate_greedy
+from grpo_lab.tasks.evaluation import encode_prompt, evaluate_sampled
+from grpo_lab.tasks.warmup_spec import WarmupSpec
 
 Progress = Callable[[int, int, float | None], None]
-"""Called after a step with (steps done, most steps, newest development accuracy or None)."""
+"""Called after a step with (steps done, most steps, newest development pass rate or None)."""
 
 _IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class WarmupSpec:
-    """AdamW on the answers' tokens of fresh training prompts.
-
-    Attributes:
-        stop_accuracy: greedy development accuracy at which the phase ends; 0 skips the phase.
-            Below about 0.2 too few sampled groups have both right and wrong answers to learn from.
-        look_every_steps: steps between two looks at the development split.
-        max_steps: without the accuracy after this many steps the phase fails.
-    """
-
-    stop_accuracy: float = 0.25
-    look_every_steps: int = 20
-    max_steps: int = 400
-    development_rows: int = 256
-    batch_size: int = 128
-    learning_rate: float = 2e-3
-    ramp_steps: int = 30
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.stop_accuracy < 1:
-            raise ConfigError("stop_accuracy", self.stop_accuracy, "at least 0 and below 1")
-        for field in ("look_every_steps", "max_steps", "development_rows", "batch_size", "ramp_steps"):
-            if getattr(self, field) < 1:
-                raise ConfigError(field, getattr(self, field), "at least 1")
-        for field in ("learning_rate", "max_grad_norm"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(field, getattr(self, field), "above 0")
-        if not self.weight_decay >= 0:
-            raise ConfigError("weight_decay", self.weight_decay, "at least 0")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError("betas", self.betas, "two numbers from 0, below 1")
-
-
-@dataclass(frozen=True, slots=True)
 class WarmupResult:
     steps: int
-    development_accuracy: float
+    development_pass_rate: float
 
 
 class _Supervised:
@@ -135,22 +99,22 @@ def warm_up(
     Raises:
         ModelError: ``max_steps`` were not enough.
     """
-    if spec.stop_accuracy == 0:
+    if spec.stop_pass_rate == 0:
         return WarmupResult(0, 0.0)
     development = task.generate("development", spec.development_rows, seed)
     supervised = _Supervised(model, tokenizer, task, spec, seed)
-    accuracy = None
+    pass_rate = None
     for step in range(1, spec.max_steps + 1):
         supervised.step(min(1.0, step / spec.ramp_steps))
         if step % spec.look_every_steps == 0:
-            accuracy = evaluate_greedy(model, tokenizer, development, task)
+            pass_rate = evaluate_sampled(model, tokenizer, development, task, seed)
         if progress is not None:
-            progress(step, spec.max_steps, accuracy)
-        if accuracy is not None and accuracy >= spec.stop_accuracy:
-            return WarmupResult(step, accuracy)
+            progress(step, spec.max_steps, pass_rate)
+        if pass_rate is not None and pass_rate >= spec.stop_pass_rate:
+            return WarmupResult(step, pass_rate)
     raise ModelError(
-        f"the warm-up on task {task.name!r} reached a development accuracy of {accuracy or 0.0:.2f} in "
-        f"{spec.max_steps} steps, the stopping rule asks for {spec.stop_accuracy}; "
+        f"the warm-up on task {task.name!r} reached a development pass rate of {pass_rate or 0.0:.2f} in "
+        f"{spec.max_steps} steps, the stopping rule asks for {spec.stop_pass_rate}; "
         "raise max_steps or take a larger model"
     )
 

@@ -2,10 +2,12 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from grpo_lab.errors import ConfigError, DataError, ModelError
 from grpo_lab.tasks import Task, exact_match, get_task
@@ -13,6 +15,7 @@ from grpo_lab.tasks.evaluation import decode_batch, evaluate_greedy
 from grpo_lab.tasks.tiny_model import (
     WARMUP_FILE,
     TinyModelSpec,
+    _syntax,
     annealed_baseline,
     build_model,
     cache_directory,
@@ -20,13 +23,19 @@ from grpo_lab.tasks.tiny_model import (
     model_key,
 )
 from grpo_lab.tasks.tokenizer import make_tokenizer
-from grpo_lab.tasks.warmup import WarmupSpec, answer_batch, warm_up
+from grpo_lab.tasks.warmup import answer_batch, warm_up
+from grpo_lab.tasks.warmup_spec import WarmupSpec
 
 
 def _copy_one_digit(rng):
     digit = str(rng.randrange(10))
     noise = "".join(rng.choices("0123456789", k=2))
     return f"{noise}{digit}>", digit
+
+
+def _copy_first_digit(rng):
+    prompt, _ = _copy_one_digit(rng)
+    return prompt, prompt[0]
 
 
 COPY = Task(
@@ -39,10 +48,10 @@ SMALL = TinyModelSpec(
     num_kv_heads=2,
     intermediate_size=64,
     warmup=WarmupSpec(
-        stop_accuracy=0.5, look_every_steps=10, development_rows=32, batch_size=64, learning_rate=1e-2
+        stop_pass_rate=0.5, look_every_steps=10, development_rows=32, batch_size=64, learning_rate=1e-2
     ),
 )
-UNTRAINED = TinyModelSpec(warmup=WarmupSpec(stop_accuracy=0))
+UNTRAINED = TinyModelSpec(warmup=WarmupSpec(stop_pass_rate=0))
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +97,7 @@ def test_the_directory_loads_with_the_auto_classes(architecture, cache):
 def test_warm_up_stops_by_its_rule_and_the_cache_is_used():
     looks = []
     made = make_tiny_model(SMALL, COPY, seed=0, progress=lambda step, most, accuracy: looks.append(accuracy))
-    assert made.development_accuracy >= 0.5
+    assert made.development_pass_rate >= 0.5
     assert made.warmup_steps == len(looks)
     assert made.warmup_steps % 10 == 0
     assert all(accuracy is None or accuracy < 0.5 for accuracy in looks[:-1])
@@ -112,6 +121,35 @@ def test_the_key_tells_specs_tasks_and_seeds_apart():
     assert len(keys | {model_key(UNTRAINED, sort, 0)}) == 4
 
 
+def test_the_key_follows_what_a_task_draws_and_not_how_it_is_described():
+    assert model_key(SMALL, replace(COPY, description="other words"), 0) == model_key(SMALL, COPY, 0)
+    assert model_key(SMALL, replace(COPY, draw=_copy_first_digit), 0) != model_key(SMALL, COPY, 0)
+
+
+def test_code_counts_without_its_comments_and_docstrings():
+    plain = "class A:\n    def f(self):\n        return 1\n"
+    told = '"""m"""\nclass A:\n    """a"""\n\n    def f(self):\n        """f"""\n        return 1  # why\n'
+    assert _syntax(told) == _syntax(plain)
+    assert _syntax(plain.replace("1", "2")) != _syntax(plain)
+
+
+def test_a_task_brings_its_own_warm_up_unless_the_spec_has_one():
+    own = WarmupSpec(stop_pass_rate=0)
+    task = replace(COPY, warmup=own)
+    made = make_tiny_model(TinyModelSpec(num_layers=1), task, 0)
+    assert made.warmup_steps == 0
+    assert json.loads((made.path / WARMUP_FILE).read_text())["spec"]["warmup"]["stop_pass_rate"] == 0
+    assert TinyModelSpec(num_layers=1, warmup=own).warmup_for(COPY) == own
+    assert model_key(TinyModelSpec(warmup=own), COPY, 0) == model_key(TinyModelSpec(), task, 0)
+
+
+def test_no_foreign_progress_bar_is_shown_and_the_setting_stays(capfd):
+    transformers_logging.enable_progress_bar()
+    make_tiny_model(UNTRAINED, COPY, 0)
+    assert capfd.readouterr() == ("", "")
+    assert transformers_logging.is_progress_bar_enabled()
+
+
 def test_makers_that_race_end_with_one_whole_model(cache):
     spec = TinyModelSpec(num_layers=1, warmup=UNTRAINED.warmup)
     with ThreadPoolExecutor(3) as pool:
@@ -122,7 +160,7 @@ def test_makers_that_race_end_with_one_whole_model(cache):
 
 
 def test_a_warm_up_that_misses_its_rule_says_so_and_leaves_nothing(cache):
-    spec = TinyModelSpec(num_layers=1, warmup=WarmupSpec(stop_accuracy=0.9, max_steps=2, look_every_steps=1))
+    spec = TinyModelSpec(num_layers=1, warmup=WarmupSpec(stop_pass_rate=0.9, max_steps=2, look_every_steps=1))
     with pytest.raises(ModelError, match=r"in 2 steps, the stopping rule asks for 0\.9"):
         make_tiny_model(spec, get_task("sort_digits"), 0)
     assert not list((cache / "models").iterdir())
@@ -159,7 +197,7 @@ def test_bad_sizes_are_refused(field, value):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("stop_accuracy", 1.0), ("look_every_steps", 0), ("learning_rate", float("nan"))]
+    ("field", "value"), [("stop_pass_rate", 1.0), ("look_every_steps", 0), ("learning_rate", float("nan"))]
 )
 def test_bad_warm_ups_are_refused(field, value):
     with pytest.raises(ConfigError, match=field):
