@@ -5,7 +5,7 @@
 
 namespace grpo::avx512 {
 
-constexpr size_t kPrefetchBytes = 2048;
+constexpr size_t kPrefetchBytes = 4096;
 
 struct Lane {
     __m512i acc;

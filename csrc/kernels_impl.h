@@ -51,7 +51,7 @@ void fold_blocks(uint64_t* acc, const void* from, size_t blocks) {
 void copy(void* to, const void* from, size_t bytes, bool stream) {
     auto* out = static_cast<uint8_t*>(to);
     auto* in = static_cast<const uint8_t*>(from);
-    if (stream && bytes >= 4096) {
+    if (stream && bytes >= 2 * xxh3::kBlock) {
         const size_t head = (-reinterpret_cast<uintptr_t>(out)) % xxh3::kStripe;
         memcpy(out, in, head);
         const size_t blocks = (bytes - head) / xxh3::kBlock;
@@ -63,13 +63,20 @@ void copy(void* to, const void* from, size_t bytes, bool stream) {
     memcpy(out, in, bytes);
 }
 
+constexpr size_t kConvertAhead = 8192;  // bytes; the conversion stops at each staged unit, which hides it from the hardware's prefetcher
+
 template <typename To, typename From>
 void convert_as(void* to, const void* from, size_t count) {
     auto* __restrict out = static_cast<typename To::bits_type*>(to);
     auto* __restrict in = static_cast<const typename From::bits_type*>(from);
-    for (size_t i = 0; i < count; ++i) {
-        out[i] = To::encode(From::decode(in[i]));
+    constexpr size_t kChunk = 128;
+    size_t i = 0;
+    for (; i + kChunk <= count; i += kChunk) {
+        const auto* ahead = reinterpret_cast<const uint8_t*>(in + i) + kConvertAhead;
+        for (size_t line = 0; line < kChunk * sizeof(*in); line += 64) __builtin_prefetch(ahead + line);
+        for (size_t k = i; k < i + kChunk; ++k) out[k] = To::encode(From::decode(in[k]));
     }
+    for (; i < count; ++i) out[i] = To::encode(From::decode(in[i]));
 }
 
 template <typename To>

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "emulate.h"
+#include "hash.h"
 #include "packer.h"
 
 namespace py = pybind11;
@@ -138,6 +140,29 @@ PYBIND11_MODULE(_packing, m) {
           },
           py::arg("to"), py::arg("from_"), py::arg("pool"), py::arg("isa") = "auto",
           "A flat non-temporal copy: the limit that the benchmark compares with.");
+
+    m.def("root_hash",
+          [](const std::vector<uint64_t>& leaves, size_t length) {
+              std::vector<uint64_t> hashes = leaves;
+              return root_hash(hashes, length, kernels_of("auto"));
+          },
+          py::arg("leaves"), py::arg("length"), "The bucket's hash from its leaves' hashes.");
+
+    m.def("emulate_device_pack",
+          [](const py::buffer& table, const py::buffer& memory) {
+              const py::buffer_info pieces = bytes_of(table, false), out = bytes_of(memory, true);
+              return device::emulate_pack(static_cast<const device::Piece*>(pieces.ptr), static_cast<int>(size_of(pieces) / sizeof(device::Piece)),
+                                          static_cast<int64_t>(size_of(out)), static_cast<uint8_t*>(out.ptr));
+          },
+          py::arg("pieces"), py::arg("memory"), "What the CUDA kernel does, on the CPU and unchecked: for tests.");
+
+    m.def("emulate_device_unpack",
+          [](const py::buffer& table, const py::buffer& memory) {
+              const py::buffer_info pieces = bytes_of(table, false), in = bytes_of(memory, false);
+              device::emulate_unpack(static_cast<const device::Piece*>(pieces.ptr), static_cast<int>(size_of(pieces) / sizeof(device::Piece)),
+                                     static_cast<int64_t>(size_of(in)), static_cast<const uint8_t*>(in.ptr));
+          },
+          py::arg("pieces"), py::arg("memory"), "What the CUDA kernel does, on the CPU and unchecked: for tests.");
 
     m.def("instruction_sets", [] {
         std::vector<std::string> names;

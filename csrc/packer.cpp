@@ -250,9 +250,11 @@ void deliver(const View& to, Dtype wire, int64_t first, int64_t count, const uin
         mode.kernels->copy(out, in, static_cast<size_t>(count * item), mode.stream);
         return;
     }
+    // The first unit ends on a cache line of the target, so that the others begin on one.
     const int64_t unit = static_cast<int64_t>(Scratch::kUnit) / item;
-    for (; count > 0; count -= unit, in += unit * wire_item, out += unit * item) {
-        const int64_t n = std::min(count, unit);
+    const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % xxh3::kStripe) / item;
+    for (int64_t n = head > 0 ? head : unit; count > 0; count -= n, in += n * wire_item, out += n * item, n = unit) {
+        n = std::min(count, n);
         mode.kernels->convert(to.dtype, scratch.staged, wire, in, static_cast<size_t>(n));
         mode.kernels->copy(out, scratch.staged, static_cast<size_t>(n * item), mode.stream);
     }

@@ -10,7 +10,7 @@ namespace grpo {
 
 // Memory of one thread. `staged` stays in its L1 cache, `gathered` in its L2 cache.
 struct Scratch {
-    static constexpr size_t kUnit = 8192;             // wire bytes staged at a time
+    static constexpr size_t kUnit = 2048;             // wire bytes staged at a time
     static constexpr size_t kTaskBytes = 512 << 10;   // wire bytes of one work item
     static constexpr size_t kMaxWidening = 4;         // the source of an 8-bit float may be an fp32
     alignas(64) uint8_t staged[kUnit];                // as it goes on the wire

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from grpo_lab.packing.dtypes import DTYPES
 from grpo_lab.packing.native import extension
 from grpo_lab.packing.packer import Packer, Unpacker
 from grpo_lab.packing.plan import BucketPlan, Layout
-from grpo_lab.packing.ring import allocate_ring
+from grpo_lab.packing.ring import allocate_ring, as_bytes
 from grpo_lab.packing.shapes import MODELS
 
 MiB = 1 << 20
@@ -182,9 +183,8 @@ class Contenders:
     def flat_copy(self) -> Callable[[], None]:
         """Copies within memory of the size of the bucket at hand, as often as the case's bytes ask for."""
         step = min(self.flat_bytes, self.plan.max_bucket_nbytes)
-        source = [
-            torch.zeros(step, dtype=torch.uint8).numpy() for _ in range(2)
-        ]  # on the pages that tensors have
+        # On the kind of pages that tensors have, and written to: untouched ones would all be one zero page.
+        source = [as_bytes(torch.ones(step, dtype=torch.uint8).numpy(), "source") for _ in range(2)]
         rounds = [step] * (self.flat_bytes // step) + [self.flat_bytes % step]
 
         def run() -> None:
@@ -228,23 +228,18 @@ def measure(case: Case, repeats: int = 7) -> Row:
     )
 
 
-DTYPE_PAIRS = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
-
-
-def cases(quick: bool) -> Iterator[Case]:
-    """What `bench pack` measures; `quick` takes one model, one bucket size, and less of it."""
-    models = ["qwen2.5-0.5b", "tiny-20000"] if quick else list(MODELS)
-    sizes = [64 * MiB] if quick else [16 * MiB, 64 * MiB, 256 * MiB]
-    limit = 384 * MiB if quick else 1 << 30
-    first, size = models[0], 64 * MiB
-    for source, wire in DTYPE_PAIRS:
-        for model in models:
-            for bucket_bytes in sizes:
-                yield Case("pack", model, source, wire, bucket_bytes, source_limit_bytes=limit)
-        for model in [first] if quick else [first, "llama-3.2-1b", "moe-5000", "tiny-20000"]:
-            yield Case("unpack", model, source, wire, size, source_limit_bytes=limit)
-        yield Case("pack", first, source, wire, size, hash=False, source_limit_bytes=limit)
-        yield Case("pack", first, source, wire, size, threads=1, torch_threads=1, source_limit_bytes=limit)
-    for source, wire in DTYPE_PAIRS:
-        yield Case("pack", first, source, wire, size, strides="transposed", source_limit_bytes=limit)
-    yield Case("pack", first, "bfloat16", "bfloat16", size, layout="vllm", source_limit_bytes=limit)
+def peak_rss_of_syncs(syncs: int = 40) -> list[int]:
+    """Peak resident bytes of this process after each of `syncs` whole syncs (pack, verify, unpack)."""
+    case = Case("pack", "qwen2.5-0.5b", "float32", "bfloat16", 16 * MiB, source_limit_bytes=640 * MiB)
+    tensors = make_tensors(case)
+    plan = BucketPlan.build(tensors, wire_dtype=case.wire_dtype, bucket_bytes=case.bucket_bytes)
+    packer, unpacker = Packer(plan, num_threads=2), Unpacker(plan, num_threads=2)
+    packer.bind(tensors)
+    peaks = []
+    for _ in range(syncs):
+        for index in range(plan.num_buckets):
+            bucket = packer.pack(index)
+            unpacker.verify(index, bucket.memory, bucket.hash64)
+            unpacker.unpack(index, bucket.memory, tensors)
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return peaks

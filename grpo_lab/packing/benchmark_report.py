@@ -1,0 +1,198 @@
+"""What `bench pack` measures, the goals it is held to, and how both are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from grpo_lab.packing.benchmark import Case, MiB, Row
+from grpo_lab.packing.packer import instruction_sets
+from grpo_lab.packing.shapes import MODELS
+
+DTYPE_PAIRS = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """The rows in the order of their measurement; `quick` takes two models, one bucket size, and less of
+    them.
+    """
+    models = ["qwen2.5-0.5b", "tiny-20000"] if quick else list(MODELS)
+    sizes = [64 * MiB] if quick else [16 * MiB, 64 * MiB, 256 * MiB]
+    limit = 640 * MiB if quick else 1 << 30
+    first, size = models[0], 64 * MiB
+    for source, wire in DTYPE_PAIRS:
+
+        def case(op: str, model: str, bucket_bytes: int = size, **more: Any) -> Case:
+            pair = (source, wire)  # noqa: B023 - used within this turn of the loop only
+            return Case(op, model, *pair, bucket_bytes, source_limit_bytes=limit, **more)
+
+        for model in models:
+            yield from (case("pack", model, bucket_bytes) for bucket_bytes in sizes)
+        yield from (case("unpack", model) for model in models)
+        yield case("pack", first, hash=False)
+        yield case("pack", first, threads=1, torch_threads=1)
+        yield case("pack", first, strides="transposed")
+        if source == wire == "bfloat16":
+            yield case("pack", first, layout="vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A ratio that the packer is held to: the median over the rows that it concerns, and the worst of
+    them.
+    """
+
+    name: str
+    wanted: float
+    median: float
+    worst: float
+    rows: int
+
+    @property
+    def met(self) -> bool:
+        return self.median >= self.wanted
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Every ratio is a peer's time over ours (larger is better), in rows where both had as many threads."""
+    found: list[Goal] = []
+
+    def goal(name: str, wanted: float, chosen: Sequence[Row], ratio: Callable[[Row], float]) -> None:
+        ratios = [ratio(row) for row in chosen]
+        if ratios:
+            found.append(Goal(name, wanted, statistics.median(ratios), min(ratios), len(ratios)))
+
+    def peer(name: str) -> Callable[[Row], float]:
+        return lambda row: row.peers_s[name] / row.ours_s
+
+    plain = [r for r in rows if r.strides == "contiguous" and r.hash and r.layout == "aligned"]
+    large = [r for r in plain if r.op == "pack" and r.model != "tiny-20000"]
+    same = [r for r in large if r.source_dtype == r.wire_dtype]
+    cast = [r for r in large if r.source_dtype != r.wire_dtype]
+    tiny = [r for r in plain if r.op == "pack" and r.model == "tiny-20000"]
+    unpack = [r for r in plain if r.op == "unpack" and r.model != "tiny-20000"]
+    transposed = [r for r in rows if r.strides == "transposed" and r.source_dtype == r.wire_dtype]
+    goal("pack, no cast, against _foreach_copy_", 1.35, same, peer("foreach_copy"))
+    goal("pack, no cast, against cat(out=)", 1.5, same, peer("cat_out"))
+    goal("pack, cast, against _foreach_copy_", 1.2, cast, peer("foreach_copy"))
+    goal("pack, cast, against .to() and cat(out=)", 2.8, cast, peer("cat_out"))
+    goal("pack against cat into fresh memory", 5.0, large, peer("cat_fresh"))
+    goal("pack tiny tensors against _foreach_copy_", 5.0, tiny, peer("foreach_copy"))
+    goal("pack against a flat copy of as many bytes", 0.85, large, lambda row: row.flat_copy_s / row.ours_s)
+    goal("pack transposed against copy_", 1.0, transposed, peer("copy_views"))
+    goal("unpack against copy_", 1.3, unpack, peer("copy_views"))
+    pairs = [(r, h) for r in rows if not r.hash for h in large if dataclasses.replace(h, **_same(r)) == r]
+    goal("pack without hash against with", 0.9, [r for r, _ in pairs], lambda row: _hash_cost(row, pairs))
+    return found
+
+
+def _same(row: Row) -> dict[str, Any]:
+    """The fields in which a row without hash may differ from its partner with one."""
+    measured = ("hash", "ours_s", "peers_s", "flat_copy_s", "verify_s", "repeats")
+    return {name: getattr(row, name) for name in measured}
+
+
+def _hash_cost(row: Row, pairs: Sequence[tuple[Row, Row]]) -> float:
+    return next(without.ours_s / hashed.ours_s for without, hashed in pairs if without is row)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "cpu": model or platform.processor(),
+        "cores": os.cpu_count(),
+        "instruction_sets": instruction_sets(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "huge_pages": pages.read_text().strip() if pages.exists() else "",
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def peak_rss_in_child() -> list[int]:
+    """As :func:`benchmark.peak_rss_of_syncs`, in a process that has done nothing else."""
+    code = "import json; from grpo_lab.packing.benchmark import *; print(json.dumps(peak_rss_of_syncs()))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603
+    peaks: list[int] = json.loads(done.stdout)
+    return peaks
+
+
+def label(row: Row) -> str:
+    """A row in a few words."""
+    dtypes = (
+        row.source_dtype if row.source_dtype == row.wire_dtype else f"{row.source_dtype} to {row.wire_dtype}"
+    )
+    notes = [f"{row.bucket_bytes // MiB} MB", dtypes, "" if row.hash else "no hash", f"{row.threads} threads"]
+    notes += [
+        row.strides if row.strides != "contiguous" else "",
+        row.layout if row.layout != "aligned" else "",
+    ]
+    return f"{row.op} {row.model}: " + ", ".join(filter(None, notes))
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Rates of ours, and each peer's time over ours."""
+    shown = Table(title="peer's time / ours (more than 1: ours is faster)")
+    peers = ["foreach_copy", "copy_views", "cat_out", "cat_fresh", "flatten_dense"]
+    for column in ("case", "ours GB/s", "flat copy", *peers):
+        shown.add_column(column, justify="left" if column == "case" else "right")
+    for row in rows:
+        ratios = [row.peers_s.get(name) for name in peers]
+        cells = ["" if seconds is None else f"{seconds / row.ours_s:.2f}" for seconds in ratios]
+        rate = f"{row.source_bytes / row.ours_s / 1e9:.1f}"
+        shown.add_row(label(row), rate, f"{row.flat_copy_s / row.ours_s:.2f}", *cells)
+    return shown
+
+
+def goals_table(found: Sequence[Goal]) -> Table:
+    shown = Table(title="goals")
+    for column in ("goal", "wanted", "median", "worst", "rows", ""):
+        shown.add_column(column, justify="left" if column == "goal" else "right")
+    for g in found:
+        verdict = "met" if g.met else "missed"
+        shown.add_row(g.name, f"{g.wanted:.2f}", f"{g.median:.2f}", f"{g.worst:.2f}", str(g.rows), verdict)
+    return shown
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """A bar for each contender's rate, a group for each row."""
+    import matplotlib  # noqa: PLC0415 - slow to import, needed for the plot only
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.62 * len(rows)))
+    names = ["ours", "flat copy", "foreach_copy", "copy_views", "cat_out", "cat_fresh", "flatten_dense"]
+    height = 0.8 / len(names)
+    for position, name in enumerate(names):
+        seconds = [
+            {"ours": r.ours_s, "flat copy": r.flat_copy_s}.get(name, r.peers_s.get(name)) for r in rows
+        ]
+        rates = [r.source_bytes / s / 1e9 if s else 0.0 for r, s in zip(rows, seconds, strict=True)]
+        axes.barh([i + position * height for i in range(len(rows))], rates, height, label=name)
+    axes.set_yticks([i + 0.4 for i in range(len(rows))], [label(r) for r in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB of source per second")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
