@@ -31,7 +31,7 @@ from grpo_lab.events.engine import (
     WeightWriteBegan,
     WeightWriteEnded,
 )
-from grpo_lab.events.record import Record, parse_id, parse_line
+from grpo_lab.events.record import Record, make_record, parse_id, parse_line, split_line
 from grpo_lab.events.rollout import (
     AdmissionBlocked,
     GroupAdmitted,
@@ -65,6 +65,8 @@ from grpo_lab.events.sync import (
     EngineFailed,
     EngineFenced,
     EngineProved,
+    GatherBegan,
+    GatherEnded,
     HandshakeCompared,
     PhaseAgreed,
     SlotReleased,
@@ -108,6 +110,8 @@ __all__ = [
     "Event",
     "FaultInjected",
     "FaultsEnded",
+    "GatherBegan",
+    "GatherEnded",
     "GroupAdmitted",
     "GroupConsumed",
     "GroupDropped",
@@ -156,6 +160,8 @@ __all__ = [
     "WeightsPublished",
     "field_types",
     "kinds",
+    "make_record",
     "parse_id",
     "parse_line",
+    "split_line",
 ]

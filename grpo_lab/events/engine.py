@@ -7,13 +7,16 @@ from grpo_lab.events.base import Event, event
 
 @event
 class EnginePaused(Event):
-    """No new step begins; ``aborted`` requests were returned with their partial tokens."""
+    """No new step begins; ``aborted`` requests were returned with their partial tokens.
+
+    ``running`` and ``waiting`` count the requests that the engine still holds; -1 where it cannot tell.
+    """
 
     engine: str
     mode: str
     clear_cache: bool
-    running: int = 0
-    waiting: int = 0
+    running: int = -1
+    waiting: int = -1
     aborted: tuple[str, ...] = ()
     term: int = 0
 
@@ -115,7 +118,10 @@ class CacheCleared(Event):
 
 @event
 class CacheHit(Event):
-    """A new request reuses cached work that ``content_version`` computed, under ``version`` (S17)."""
+    """A new request reuses cached work that ``content_version`` computed, under ``version`` (S17).
+
+    The terms belong to the two versions; 0 where the engine does not know them.
+    """
 
     engine: str
     request: str
@@ -123,15 +129,17 @@ class CacheHit(Event):
     content_version: int
     version: int
     tokens: int
+    content_term: int = 0
+    term: int = 0
 
 
 @event
 class ModelStep(Event):
     """Steps ``first_step..last_step`` ran under ``version``.
 
-    They began right after this actor's event ``began_seq`` and ended at this record, so an overlap
-    with a weight write or a pause is seen without comparing clocks (S7, S16). ``shard`` is the rank
-    or pipeline stage.
+    ``began_seq`` is what the recorder's ``next_seq`` said when they began, and this record is their end:
+    every event of this actor from ``began_seq`` on happened during the steps. So an overlap with a weight
+    write or a pause is seen without comparing clocks (S7, S16). ``shard`` is the rank or pipeline stage.
     """
 
     engine: str
@@ -149,7 +157,10 @@ class ModelStep(Event):
 
 @event
 class RequestAdmitted(Event):
-    """The engine took a request into its waiting queue. ``weight_version`` is active (0: none yet)."""
+    """The engine took a request into its waiting queue. ``weight_version`` is active (0: none yet).
+
+    ``term`` belongs to the active weights, ``request_term`` to the sender (0: it named none).
+    """
 
     engine: str
     request: str
@@ -158,11 +169,15 @@ class RequestAdmitted(Event):
     weight_version: int
     paused: bool = False
     term: int = 0
+    request_term: int = 0
 
 
 @event
 class RequestFinished(Event):
-    """``spans`` are (term, version, start, end, first_step, last_step) rows over the completion's tokens."""
+    """``spans`` are (term, version, start, end, first_step, last_step) rows over the completion's tokens.
+
+    The n-th continuation of a sample that a pause cut off has the sample's request id + ``.c<n>``.
+    """
 
     engine: str
     request: str

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lab.events.base import Event, field_types, kind_class
+from grpo_lab.events.fields import parse_fields
+
+Place = tuple[float, str, int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +43,56 @@ def parse_id(event_id: str) -> tuple[str, int]:
     return actor, int(seq)
 
 
-def parse_line(line: str) -> Record | None:
+def parse_line(line: str | bytes) -> Record | None:
     """The record of one line, or None for a kind that this version does not know.
 
     Raises ``ValueError`` (or its subclass ``json.JSONDecodeError``) for anything that is no record.
     """
-    row = json.loads(line)
+    place, row = split_line(line)
+    return make_record(place, row)
+
+
+def split_line(line: str | bytes) -> tuple[Place, dict[str, Any]]:
+    """A line's place in the trace, also for kinds that this version does not know, and its other fields.
+
+    Raises ``ValueError`` for anything that has no place.
+    """
     try:
-        place = (float(row.pop("t")), str(row.pop("actor")), int(row.pop("seq")))
-        cause = tuple(str(item) for item in row.pop("cause", ()))
-        kind = row.pop("kind")
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply for a trace record") from error
+    try:
+        t, actor, seq = row.pop("t"), row.pop("actor"), row.pop("seq")
+        cause = row.pop("cause", None)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a trace record: {error!r} in {line[:120]!r}") from error
+        raise ValueError(f"not a trace record: {error!r} in {_shown(line)}") from error
+    if (type(t) is not float and type(t) is not int) or type(seq) is not int or type(actor) is not str:
+        raise ValueError(f"not a trace record: t, actor or seq of the wrong type in {_shown(line)}")
+    if cause is None:
+        return (t, actor, seq, ()), row
+    if type(cause) is not list or not all(type(item) is str for item in cause):
+        raise ValueError(f"not a trace record: cause is no list of event ids in {_shown(line)}")
+    return (t, actor, seq, tuple(cause)), row
+
+
+def make_record(place: Place, row: dict[str, Any]) -> Record | None:
+    """The record of what ``split_line`` found, or None for an unknown kind.
+
+    Raises ``ValueError`` for a missing field or one of the wrong type.
+    """
+    kind = row.get("kind")
+    if type(kind) is not str:
+        raise ValueError(f"not a trace record: kind={kind!r}")
     cls = kind_class(kind)
     if cls is None:
         return None
-    known = field_types(cls)
-    try:
-        values = {name: _restore(value) for name, value in row.items() if name in known}
-        return Record(*place, cause, cls(**values))
-    except TypeError as error:
-        raise ValueError(f"record of kind {kind!r} lacks a field: {error}") from error
+    return Record(*place, parse_fields(cls, row))
+
+
+def _shown(line: str | bytes) -> str:
+    text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+    return repr(text[:120])
 
 
 def _fields_of(item: Event) -> dict[str, Any]:
     return {name: getattr(item, name) for name in field_types(type(item))}
-
-
-def _restore(value: Any) -> Any:
-    """JSON has no tuples: every list of a record becomes one, so that events compare equal again."""
-    if isinstance(value, list):
-        return tuple(_restore(item) for item in value)
-    return value

@@ -15,7 +15,8 @@ class RunDeclared(Event):
     max_staleness_steps, weight_sync_steps, staleness_policy, window, groups_per_step, num_generations,
     queue_capacity, ring_slots, max_inflight_tasks, pause_mode, clear_cache, scope, min_engines,
     sync_attempts, logprob_tolerance, batch_invariant, heartbeat_stale_after_s, liveness_bound_s,
-    initial_version, final_sync. ``capabilities`` maps each engine to its ``EngineCapabilities`` fields.
+    initial_version, final_sync. Optional, for what is unusual: min_group_size, prefix_policy.
+    ``capabilities`` maps each engine to its ``EngineCapabilities`` fields.
     """
 
     schema: int = SCHEMA_VERSION
@@ -59,7 +60,10 @@ class Reached(Event):
 
 @event
 class MemberStarted(Event):
-    """A process or actor began; ``incarnation`` counts its starts from 1."""
+    """A process or actor began; ``incarnation`` counts its starts from 1.
+
+    It holds nothing that an earlier incarnation held: an engine has no active weights.
+    """
 
     member: str
     role: str

@@ -53,6 +53,28 @@ class SyncBegan(Event):
 
 
 @event
+class GatherBegan(Event):
+    """Rank ``rank`` begins to make the bucket's source tensors whole (``full_tensor``, a copy, a stream)."""
+
+    term: int
+    version: int
+    attempt: int
+    bucket: int
+    rank: int = 0
+
+
+@event
+class GatherEnded(Event):
+    """They are whole: the packer may read them (S10)."""
+
+    term: int
+    version: int
+    attempt: int
+    bucket: int
+    rank: int = 0
+
+
+@event
 class BucketPackBegan(Event):
     """The packer begins to read source tensors into ring slot ``slot`` (S10)."""
 
