@@ -164,6 +164,7 @@ class EngineCore:
                 weight_version=self.identity.version,
                 paused=paused,
                 term=self.identity.term,
+                request_term=term,
             )
         )
         return request
