@@ -6,11 +6,11 @@ resumes from it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from grpo_lab.types import CursorState
 STATE_FILE = "grpo_lab_state.json"
 TERM_FILE = "grpo_lab_term"
 _FORMAT = 1
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +95,15 @@ def load_state(directory: Path) -> CheckpointState:
 
 
 def newest_complete(output_dir: Path) -> Path:
-    """The complete checkpoint with the most steps in a folder. Raises ``UserError`` when there is none."""
-    found = [
-        (int(match.group(1)), path)
-        for path in (output_dir.iterdir() if output_dir.is_dir() else ())
-        if (match := _NAME.fullmatch(path.name)) and (path / STATE_FILE).exists()
-    ]
+    """The complete checkpoint of the newest term with the most steps. Raises ``UserError`` without one."""
+    found: list[tuple[int, int, Path]] = []
+    for path in output_dir.glob("checkpoint-*"):
+        with contextlib.suppress(UserError):  # not finished, or damaged: an older one will do
+            state = load_state(path)
+            found.append((state.term, state.optimizer_step, path))
     if not found:
         raise UserError(f"there is no complete checkpoint in {output_dir}; start without resuming")
-    return max(found)[1]
+    return max(found)[2]
 
 
 def _write_through(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """One consistent cut: what a resumed run continues, and what no run resumes from."""
 
+import dataclasses
 import json
 import os
 
@@ -52,17 +53,19 @@ def test_a_newer_format_is_refused(tmp_path):
         load_state(tmp_path)
 
 
-def test_the_newest_complete_checkpoint_is_found_by_number(tmp_path):
-    for step in (9, 10, 200):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint-x").mkdir()
+def test_the_newest_complete_checkpoint_is_found_by_its_state(tmp_path):
+    """Steps in folder names begin again in a new term."""
     with pytest.raises(UserError, match="no complete checkpoint"):
-        newest_complete(tmp_path)
-    for step in (9, 10):
-        save_state(tmp_path / f"checkpoint-{step}", STATE)
-    assert newest_complete(tmp_path).name == "checkpoint-10"
-    with pytest.raises(UserError):
         newest_complete(tmp_path / "nothing")
+    for name, term, step in (("9", 1, 9), ("10", 1, 10), ("3", 2, 13), ("1", 2, 11)):
+        (tmp_path / f"checkpoint-{name}").mkdir()
+        save_state(
+            tmp_path / f"checkpoint-{name}", dataclasses.replace(STATE, term=term, optimizer_step=step)
+        )
+    assert newest_complete(tmp_path).name == "checkpoint-3"
+    unmark(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-1" / STATE_FILE).write_text("{")
+    assert newest_complete(tmp_path).name == "checkpoint-10"
 
 
 def test_terms_rise_in_a_folder_even_without_a_checkpoint(tmp_path):
@@ -135,10 +138,13 @@ def test_a_resumed_run_is_a_new_term_and_publishes_the_next_version_before_the_w
 
     second = make_trainer(tmp_path, make_worker=make_worker, make_weight_sync=lambda: sync, **SAVING)
     published = []
-    sync.sync = lambda tensors, step, sync=sync.sync: (
-        published.append(dict(tensors())),
-        sync(tensors, step),
-    )[1]
+    counted = sync.sync
+
+    def copying(tensors, step):
+        published.append({name: tensor.clone() for name, tensor in tensors()})
+        return counted(tensors, step)
+
+    sync.sync = copying
     second.train(resume_from_checkpoint=True)
     assert order == [("connect", 2, 4), ("sync", 3, 5), ("worker", 2, 5, CursorState(6, ()))]
     (began,) = events(second, "term_began")

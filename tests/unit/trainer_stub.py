@@ -166,3 +166,23 @@ class StubFactory:
     @property
     def indices(self):
         return [index for worker in self.workers for index in worker.indices]
+
+
+class OneSampleFactory(StubFactory):
+    """Workers whose steps have a single sample with a gradient: fewer than there may be ranks."""
+
+    def __call__(self, start):
+        worker = super().__call__(start)
+        worker.make_group = lambda make=worker.make_group: one_with_signal(make())
+        return worker
+
+
+def one_with_signal(group):
+    """Two rewards are known; one of the two samples has no token."""
+    for place, one in enumerate(group.samples):
+        reward = float(place) if place < 2 and group.prompt_index % 2 else None
+        object.__setattr__(one, "reward", reward)
+    empty = group.samples[0]
+    for field in ("completion_token_ids", "behaviour_logprobs", "spans"):
+        object.__setattr__(empty, field, ())
+    return group
