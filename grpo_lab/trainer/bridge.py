@@ -45,18 +45,18 @@ class ThreadBridge:
         jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         try:
             self._jobs = jobs
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            future.add_done_callback(lambda _: jobs.put(None))
+            task = self._start(coroutine, jobs)
             try:
                 ended = self._serve(jobs, timeout_s)
             except KeyboardInterrupt:
-                self._cancel_after_grace(future, jobs)
+                self._end_after_interrupt(task, jobs)
                 raise
             if not ended:
-                future.cancel()
-                self._serve(jobs, INTERRUPT_GRACE_S)
-                raise PhaseTimeout(f"{getattr(coroutine, "__qualname__", "the call")} did not end within {timeout_s:g} s")
-            return future.result()
+                ended = self._cancel(task, jobs)
+                name = getattr(coroutine, "__qualname__", "the call")
+                also = "" if ended else f", nor within {INTERRUPT_GRACE_S:g} s of being cancelled"
+                raise PhaseTimeout(f"{name} did not end within {timeout_s:g} s{also}")
+            return task.result()
         finally:
             self._jobs = None
             self._busy.release()
@@ -73,6 +73,10 @@ class ThreadBridge:
                 value = function()
             except Exception as error:
                 self._loop.call_soon_threadsafe(_fail, result, error)
+            except BaseException:
+                # Ctrl-C: nobody will compute this any more, and whoever awaits it must clean up.
+                self._loop.call_soon_threadsafe(result.cancel)
+                raise
             else:
                 self._loop.call_soon_threadsafe(_succeed, result, value)
 
@@ -80,13 +84,37 @@ class ThreadBridge:
         return result
 
     def close(self) -> None:
-        """Ends the loop; tasks that are left are cancelled first. Safe to call twice."""
+        """Ends the loop; tasks that are left are cancelled first. Safe to call twice.
+
+        Raises ``PhaseTimeout`` when a task does not end; its loop is abandoned with its (daemon) thread.
+        """
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(INTERRUPT_GRACE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(START_TIMEOUT_S)
-        self._loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(INTERRUPT_GRACE_S)
+        except TimeoutError as error:
+            raise PhaseTimeout(
+                f"tasks of {self._thread.name} did not end within {INTERRUPT_GRACE_S:g} s of being cancelled"
+            ) from error
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(START_TIMEOUT_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    def _start(
+        self, coroutine: Coroutine[Any, Any, T], jobs: queue.SimpleQueue[Job | None]
+    ) -> asyncio.Task[T]:
+        """The end is announced by the task itself, so that a cancelled one is waited for, too."""
+        started: Future[asyncio.Task[T]] = Future()
+
+        def start() -> None:
+            task = self._loop.create_task(coroutine)
+            task.add_done_callback(lambda _: jobs.put(None))
+            started.set_result(task)
+
+        self._loop.call_soon_threadsafe(start)
+        return started.result(START_TIMEOUT_S)
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], timeout_s: float) -> bool:
         """Runs jobs until the coroutine has ended; False when the time is over first."""
@@ -100,10 +128,14 @@ class ThreadBridge:
                 return True
             job()
 
-    def _cancel_after_grace(self, future: Future[Any], jobs: queue.SimpleQueue[Job | None]) -> None:
+    def _end_after_interrupt(self, task: asyncio.Task[Any], jobs: queue.SimpleQueue[Job | None]) -> None:
         if not self._serve(jobs, INTERRUPT_GRACE_S):
-            future.cancel()
-            self._serve(jobs, INTERRUPT_GRACE_S)
+            self._cancel(task, jobs)
+
+    def _cancel(self, task: asyncio.Task[Any], jobs: queue.SimpleQueue[Job | None]) -> bool:
+        """True when the task ended; what it still needs from this thread is done meanwhile."""
+        self._loop.call_soon_threadsafe(task.cancel)
+        return self._serve(jobs, INTERRUPT_GRACE_S)
 
 
 def _succeed(future: asyncio.Future[Any], value: Any) -> None:
