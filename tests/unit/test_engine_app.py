@@ -437,11 +437,21 @@ async def test_abort_over_http_returns_partial_tokens():
         assert len(choice["token_ids"]) >= 4
 
 
+LONG = {"max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body"),
+    [
+        (GENERATE, {"token_ids": [1], "sampling_params": LONG}),
+        ("/v1/completions", {"prompt": [1], "n": 3, **LONG}),
+    ],
+)
 @in_loop
-async def test_a_client_that_disconnects_frees_its_request():
+async def test_a_client_that_disconnects_frees_its_requests(path, request_body):
     async with served() as (_, core):
         app = create_app(core, receivers={})
-        body = json.dumps({"token_ids": [1], "sampling_params": {"max_tokens": 4000, "ignore_eos": True}})
+        body = json.dumps(request_body)
         messages = asyncio.Queue()
         messages.put_nowait({"type": "http.request", "body": body.encode(), "more_body": False})
         sent = []
@@ -449,7 +459,7 @@ async def test_a_client_that_disconnects_frees_its_request():
         async def send(message):
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": GENERATE, "headers": [], "query_string": b""}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
         scope |= {
             "http_version": "1.1",
             "scheme": "http",

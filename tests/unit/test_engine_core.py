@@ -8,6 +8,7 @@ from engine_kit import events_of, in_loop, kinds_of, running, sampling, steps, t
 from grpo_lab.engine.failures import BadRequest, EngineDead, StaleTerm
 from grpo_lab.engine.policy import SyntheticPolicy
 from grpo_lab.engine.request import WeightIdentity
+from grpo_lab.engine.runner import InlineRunner
 
 PROMPT = [1, 2, 3]
 V1 = WeightIdentity("t1.v1.a1", 1, 1)
@@ -240,6 +241,61 @@ async def test_cancelling_a_wait_frees_the_request():
         assert request.finish_reason == "abort"
         assert core.scheduler.pool.num_used == 0
         assert not core.scheduler.has_work
+    assert [event.finish_reason for event in events_of(core, "request_finished")] == ["abort"]
+
+
+class GatedRunner(InlineRunner):
+    """A step that is under way until the test lets it go on."""
+
+    def __init__(self):
+        self.gate, self.waiting = asyncio.Event(), asyncio.Event()
+
+    async def run(self, function):
+        self.waiting.set()
+        await self.gate.wait()
+        return function()
+
+
+@in_loop
+async def test_blocks_of_a_request_aborted_during_a_step_are_freed_after_it():
+    async with running() as core:
+        core.runner = runner = GatedRunner()
+        request = core.submit(PROMPT, sampling(50), "a")
+        await runner.waiting.wait()
+        assert await core.abort(["a"]) == ["a"]
+        assert request.done.done()
+        assert request.block_table  # the step still writes there
+        runner.gate.set()
+        await turns()
+        assert request.output_token_ids == []
+        assert core.scheduler.pool.num_used == 0
+
+
+@in_loop
+async def test_a_pause_waits_for_the_step_in_progress():
+    async with running() as core:
+        core.runner = runner = GatedRunner()
+        core.submit(PROMPT, sampling(50), "a")
+        await runner.waiting.wait()
+        pause = asyncio.create_task(core.pause("keep"))
+        await turns()
+        assert not pause.done()
+        runner.gate.set()
+        await pause
+        assert core.counters.steps == 1
+
+
+@in_loop
+async def test_blocks_that_mix_versions_are_not_cached():
+    async with running(prefix_policy="flush") as core:
+        await switch(core, V1)
+        request = core.submit(list(range(40)), sampling(20), "a")
+        await steps(core, 2)
+        await core.pause("keep", clear_cache=False)
+        await switch(core, V2)
+        await core.resume()
+        await core.wait(request)
+        assert core.scheduler.pool.num_cached == 0
 
 
 @in_loop
