@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--repeats is {options.repeats}; it must be at least 1")
 
     console = Console()
+    console.width = max(console.width, 150)  # a row of the table is a line, in a log too
     rows: list[Row] = []
     began = time.monotonic()
     for case in report.cases(options.quick):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,8 @@ class Case:
     hash: bool = True
     threads: int = 2
     torch_threads: int = 2
-    source_limit_bytes: int = 1 << 30
+    refresh: bool = True  # look for moved tensors at each pack
+    max_parameters: int = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,13 @@ def make_tensors(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(1 << 20, generator=generator).to(dtype)
     tensors: dict[str, torch.Tensor] = {}
-    left = case.source_limit_bytes
+    left = case.max_parameters
     for name, shape in MODELS[case.model]:
-        if case.strides == "transposed" and (len(shape) != 2 or _nbytes(shape, dtype) > case.bucket_bytes):
+        if case.strides == "transposed" and (
+            len(shape) != 2 or math.prod(shape) * dtype.itemsize > case.bucket_bytes
+        ):
             continue  # whole matrices only: a peer cannot copy a part of a transposed one as one view
-        left -= _nbytes(shape, dtype)
+        left -= math.prod(shape)
         if left < 0 and tensors:
             break
         memory = torch.empty(shape[::-1] if case.strides == "transposed" else shape, dtype=dtype)
@@ -82,13 +86,6 @@ def make_tensors(case: Case) -> dict[str, torch.Tensor]:
             part.copy_(block[: part.numel()])
         tensors[name] = memory.t() if case.strides == "transposed" else memory
     return tensors
-
-
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count = dtype.itemsize
-    for size in shape:
-        count *= size
-    return count
 
 
 class Contenders:
@@ -103,7 +100,9 @@ class Contenders:
         )
         self.wire = getattr(torch, case.wire_dtype)
         self.ring = allocate_ring(2, self.plan.max_bucket_nbytes)
-        self.packer = Packer(self.plan, ring=self.ring, num_threads=case.threads, hash=case.hash)
+        self.packer = Packer(
+            self.plan, ring=self.ring, num_threads=case.threads, hash=case.hash, refresh=case.refresh
+        )
         self.packer.bind(self.tensors)
         self.unpacker = Unpacker(self.plan, num_threads=case.threads)
         self.pool = extension.Pool(case.threads)
@@ -230,7 +229,7 @@ def measure(case: Case, repeats: int = 7) -> Row:
 
 def peak_rss_of_syncs(syncs: int = 40) -> list[int]:
     """Peak resident bytes of this process after each of `syncs` whole syncs (pack, verify, unpack)."""
-    case = Case("pack", "qwen2.5-0.5b", "float32", "bfloat16", 16 * MiB, source_limit_bytes=640 * MiB)
+    case = Case("pack", "qwen2.5-0.5b", "float32", "bfloat16", 16 * MiB, max_parameters=160 * MiB)
     tensors = make_tensors(case)
     plan = BucketPlan.build(tensors, wire_dtype=case.wire_dtype, bucket_bytes=case.bucket_bytes)
     packer, unpacker = Packer(plan, num_threads=2), Unpacker(plan, num_threads=2)

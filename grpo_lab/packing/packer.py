@@ -52,6 +52,8 @@ class Packer:
 
     `ring` gives foreign memory (shared-memory slots, say), each at least ``plan.max_bucket_nbytes`` long and
     best aligned to 64 bytes; without it `slots` buffers are allocated and touched once.
+    `refresh` looks at every pack whether tensors moved in memory; without it, bind() must follow every move
+    (worth it for tens of thousands of tiny tensors, where looking costs as much as packing).
     `isa` forces one of ``instruction_sets()``; the default takes the best that the CPU has.
     """
 
@@ -63,6 +65,7 @@ class Packer:
         num_threads: int = 1,
         ring: Sequence[object] | None = None,
         hash: bool = True,
+        refresh: bool = True,
         isa: str = "auto",
     ) -> None:
         if ring is None and (type(slots) is not int or not 1 <= slots <= 1024):
@@ -71,6 +74,7 @@ class Packer:
         self._pool = _pool(num_threads)
         self._isa = _checked_isa(isa)
         self._hash = bool(hash)
+        self._refreshes = bool(refresh)
         self._ring = (
             allocate_ring(slots, plan.max_bucket_nbytes)
             if ring is None
@@ -127,7 +131,8 @@ class Packer:
         if type(slot) is not int or not 0 <= slot < len(self._ring):
             raise PackingError(f"no slot {slot!r}: the ring has {len(self._ring)}, counted from 0")
         self.gather(bucket_index)
-        self._refresh(bucket_index)
+        if self._refreshes:
+            self._refresh(bucket_index)
         nbytes = self.plan.bucket_nbytes(bucket_index)
         memory = self._ring[slot][:nbytes]
         hash64 = extension.pack(
