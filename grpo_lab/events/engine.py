@@ -9,14 +9,14 @@ from grpo_lab.events.base import Event, event
 class EnginePaused(Event):
     """No new step begins; ``aborted`` requests were returned with their partial tokens.
 
-    ``running`` and ``waiting`` count the requests that the engine still holds; -1 where it cannot tell.
+    ``running`` and ``waiting`` count the requests that the engine still holds.
     """
 
     engine: str
     mode: str
     clear_cache: bool
-    running: int = -1
-    waiting: int = -1
+    running: int = 0
+    waiting: int = 0
     aborted: tuple[str, ...] = ()
     term: int = 0
 
