@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from grpo_lab.check.naming import Weights, weights_name
+from grpo_lab.check.pause_rules import PAUSE_RULES
 from grpo_lab.check.rule import Context, Rule, on
+from grpo_lab.check.sync_rules import SYNC_RULES
+from grpo_lab.check.term_rules import TERM_RULES
+from grpo_lab.check.weights_rules import WEIGHTS_RULES
 from grpo_lab.events import (
-    BucketReceived,
     EngineFenced,
     EnginePaused,
     EngineProved,
@@ -16,19 +19,16 @@ from grpo_lab.events import (
     ModelStep,
     Record,
     RequestAdmitted,
-    RequestRefused,
     SampleCompleted,
     SampleDispatched,
     StateChanged,
     StepPlanned,
     TermBegan,
-    UpdateStarted,
     VersionAnnounced,
     VersionCommitted,
     WeightsActivated,
     WeightsLoaded,
     WeightsPublished,
-    WeightWriteBegan,
 )
 
 
@@ -240,7 +240,7 @@ class LoadedPublishedCommitted(Rule):
         self._published: tuple[Weights, str] = ((0, 0), "")
         self._committed: tuple[Weights, str] | None = None
         self._active: dict[str, tuple[Weights, str]] = {}
-        self._idle: set[str] = set()  # paused or fenced
+        self._paused: set[str] = set()
         self._fenced: set[str] = set()
         self._judged: dict[str, tuple[Weights, Weights]] = {}
         self._probation = False
@@ -272,6 +272,10 @@ class LoadedPublishedCommitted(Rule):
         assert isinstance(event, VersionCommitted)
         self._committed = ((event.term, event.version), record.id)
 
+    @on(TermBegan)
+    def term_began(self, record: Record) -> None:
+        self._fenced.clear()  # the new term's full sync takes them in again
+
     @on(StateChanged)
     def state_changed(self, record: Record) -> None:
         event = record.event
@@ -290,13 +294,12 @@ class LoadedPublishedCommitted(Rule):
     def paused(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EnginePaused)
-        self._idle.add(event.engine)
+        self._paused.add(event.engine)
 
     @on(EngineFenced)
     def fenced(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineFenced)
-        self._idle.add(event.engine)
         self._fenced.add(event.engine)
 
     @on(MemberDied, MemberStarted)
@@ -306,26 +309,26 @@ class LoadedPublishedCommitted(Rule):
         self._active.pop(event.member, None)
         self._judged.pop(event.member, None)
         self._fenced.discard(event.member)
-        self._idle.discard(event.member)
+        self._paused.discard(event.member)
 
     @on(EngineResumed)
     def resumed(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineResumed)
-        if event.engine not in self._fenced:
-            self._idle.discard(event.engine)
-            self._judge(event.engine, "was resumed", record)
+        self._paused.discard(event.engine)
+        self._judge(event.engine, "was resumed", record)
 
     @on(ModelStep)
     def stepped(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, ModelStep)
-        if event.engine not in self._idle:
-            self._judge(event.engine, "ran a model step", record)
+        self._judge(event.engine, "ran a model step", record)
 
     def _judge(self, engine: str, what: str, record: Record) -> None:
         held = self._active.get(engine)
         if held is None or self._committed is None or self._probation or self._rolling:
+            return
+        if engine in self._paused or engine in self._fenced:
             return
         active, committed = held[0], self._committed[0]
         if self._judged.get(engine) == (active, committed):
@@ -357,102 +360,12 @@ class LoadedPublishedCommitted(Rule):
             )
 
 
-_OBEYED = (
-    EnginePaused,
-    EngineResumed,
-    UpdateStarted,
-    BucketReceived,
-    WeightWriteBegan,
-    WeightsLoaded,
-    WeightsActivated,
-)
-
-
-class OlderTermsChangeNothing(Rule):
-    """Once an engine has seen term t it obeys no older one; once term t began, no older one commits."""
-
-    id = "S12"
-    words = "messages of an older term change nothing"
-    capability = "term_fencing"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._seen: dict[str, tuple[int, str]] = {}
-        self._several: set[str] = set()  # engines that have seen more than one term
-        self._began: tuple[int, str] = (0, "")
-        self._terms = 0
-
-    @on(*_OBEYED)
-    def obeyed(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, _OBEYED)
-        if not isinstance(event, BucketReceived) or event.accepted:
-            self._obey(event.engine, event.term, f"obeyed a message ({event.kind})", record)
-
-    @on(RequestAdmitted)
-    def admitted(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, RequestAdmitted)
-        self._obey(event.engine, event.request_term, f"admitted request {event.request}", record)
-
-    @on(RequestRefused)
-    def refused(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, RequestRefused)
-        if 0 < event.term < self._seen.get(event.engine, (0, ""))[0]:
-            self.count()
-
-    @on(TermBegan)
-    def term_began(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, TermBegan)
-        self._terms += 1
-        self._began = max(self._began, (event.term, record.id))
-
-    @on(VersionCommitted, VersionAnnounced)
-    def trainer_acted(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, (VersionCommitted, VersionAnnounced))
-        if self._terms < 2:
-            return
-        self.count()
-        if event.term < self._began[0]:
-            what = "committed" if isinstance(event, VersionCommitted) else "announced"
-            self.violate(
-                f"{record.actor} {what} version {event.version} of term {event.term} although term "
-                f"{self._began[0]} had begun",
-                record,
-                self._began[1],
-            )
-
-    @on(MemberDied, MemberStarted)
-    def forgot(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, (MemberDied, MemberStarted))
-        self._seen.pop(event.member, None)
-        self._several.discard(event.member)
-
-    def _obey(self, engine: str, term: int, what: str, record: Record) -> None:
-        newest, proof = self._seen.get(engine, (0, ""))
-        if term == newest or not term:
-            if engine in self._several and term:
-                self.count()
-            return
-        if newest:
-            self._several.add(engine)
-            if self.context.engine_can(engine, "term_fencing"):
-                self.count()
-                if term < newest:
-                    self.violate(
-                        f"{engine} {what} of term {term} although it had seen term {newest}", record, proof
-                    )
-        if term > newest:
-            self._seen[engine] = (term, record.id)
-
-
 VERSION_RULES: tuple[type[Rule], ...] = (
+    *PAUSE_RULES,
+    *SYNC_RULES,
+    *WEIGHTS_RULES,
     CommittedVersionRises,
     ActiveVersionNeverFalls,
     LoadedPublishedCommitted,
-    OlderTermsChangeNothing,
+    *TERM_RULES,
 )
