@@ -321,8 +321,9 @@ class NoRolloutBeforeInitialCommit(Rule):
         if event.request_kind != "rollout":
             return
         self.count()
-        if event.term not in self._committed and (event.term or not self._committed):
-            self._early(f"{event.engine} took rollout request {event.request}", event.term, record)
+        term = event.request_term or event.term  # of the sender, if it named one
+        if term not in self._committed and (term or not self._committed):
+            self._early(f"{event.engine} took rollout request {event.request}", term, record)
         elif event.weight_version == 0:
             self.violate(
                 f"{event.engine} took rollout request {event.request} although no synced weights were active "

@@ -227,3 +227,6 @@ class PhaseAgreed(Event):
     rank: int
     ok: bool
     detail: str = ""
+    term: int = 0
+    version: int = 0
+    attempt: int = 0

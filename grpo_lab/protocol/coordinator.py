@@ -304,7 +304,15 @@ class Coordinator:
         ok = await self._ranks.agree(failure is None, self._limits.agree_s)
         if self._ranks.size > 1:
             self._recorder.emit(
-                PhaseAgreed(phase=phase, rank=self._ranks.rank, ok=ok, detail=str(failure or "")[:300])
+                PhaseAgreed(
+                    phase=phase,
+                    rank=self._ranks.rank,
+                    ok=ok,
+                    detail=str(failure or "")[:300],
+                    term=self._sync.term,
+                    version=self._sync.version,
+                    attempt=self._sync.attempt,
+                )
             )
         return ok
 
