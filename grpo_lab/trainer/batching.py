@@ -22,7 +22,8 @@ class StepPlan:
     """What optimizer step ``optimizer_step`` (the number of steps applied before it) consumes.
 
     Rank 0 decides it when the step begins, under ``version``; all ranks get the same plan.
-    ``weights_are_version`` says that the parameters are still exactly those of ``version``.
+    ``weights_are_version`` says that the parameters are still exactly those of ``version``, ``cause`` is
+    rank 0's newest event.
     """
 
     term: int
@@ -31,6 +32,7 @@ class StepPlan:
     groups: tuple[RolloutGroup, ...]
     weights_are_version: bool = False
     wait_s: float = 0.0
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

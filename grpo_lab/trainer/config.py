@@ -102,9 +102,6 @@ class AsyncGRPOConfig(TrainingArguments):
     generation_seed: int | None = setting(
         None, Optional(Integer(0, 2**32 - 1)), "Seed of prompts' order and of sampling; None: seed."
     )
-    min_group_size: int | None = setting(
-        None, Optional(Integer(2)), "Keep a group that lost samples while so many are left; None: drop it."
-    )
     max_inflight_tasks: int = setting(256, Integer(1), "Most completion requests under way.")
     queue_maxsize: int = setting(1024, Integer(1), "Groups that the queue to the trainer holds.")
 
@@ -177,7 +174,6 @@ class AsyncGRPOConfig(TrainingArguments):
     heartbeat_stale_after_s: float = setting(
         120.0, _SECONDS, "Seconds without progress after which the rollout worker counts as stalled."
     )
-    batch_invariant: bool = setting(False, Flag(), "Ask the engine for batch-invariant kernels.")
 
     # what is seen
     events_dir: str | None = setting(None, Optional(Text()), "Folder of the trace; None: no trace.")
@@ -252,9 +248,10 @@ class AsyncGRPOConfig(TrainingArguments):
                 "Logprobs of a truncated distribution do not compare with the trainer's: "
                 "set top_p=1 and top_k=0",
             )
-        if self.min_group_size is not None and self.min_group_size > self.num_generations:
-            expected = f"at most num_generations = {self.num_generations}"
-            raise ConfigError("min_group_size", self.min_group_size, expected)
+        if self.max_inflight_tasks < self.num_generations:
+            expected = f"at least num_generations = {self.num_generations}"
+            fix = "The completions of a group are requested together"
+            raise ConfigError("max_inflight_tasks", self.max_inflight_tasks, expected, fix)
         if self.token_budget < self.max_completion_length + 1:
             expected = f"at least max_completion_length + 1 = {self.max_completion_length + 1}"
             raise ConfigError("token_budget", self.token_budget, expected, "One sample must fit into a pass")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,17 @@ class StepInProgress:
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
         tokens = {"tokens": float(self.totals.tokens)}
         return plan_metrics(self.plan, reward_names) | correction_metrics(self.totals) | tokens
+
+
+class StepPlans:
+    """One plan per optimizer step, made when it is asked for: nothing is prefetched."""
+
+    def __init__(self, next_plan: Callable[[], StepPlan]) -> None:
+        self._next_plan = next_plan
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        while True:
+            yield self._next_plan()
 
 
 class StepEvents:

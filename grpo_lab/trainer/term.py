@@ -261,3 +261,13 @@ class TrainingTerm:
 
 def _of_term(item: RolloutGroup | DroppedGroup, term: int) -> RolloutGroup | DroppedGroup:
     return dataclasses.replace(item, term=term)
+
+
+def announcing(worker: RolloutWorkerProtocol) -> WorkerFactory:
+    """An injected worker is told its first version the way it is told every other."""
+
+    def make(start: WorkerStart) -> RolloutWorkerProtocol:
+        worker.update_model_version(start.version)
+        return worker
+
+    return make

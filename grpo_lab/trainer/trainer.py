@@ -48,8 +48,8 @@ from grpo_lab.trainer.protocols import (
     WorkerFactory,
     WorkerStart,
 )
-from grpo_lab.trainer.step import StepEvents, StepInProgress, parameter_norms
-from grpo_lab.trainer.term import Lineage, TrainingTerm
+from grpo_lab.trainer.step import StepEvents, StepInProgress, StepPlans, parameter_norms
+from grpo_lab.trainer.term import Lineage, TrainingTerm, announcing
 from grpo_lab.trainer.weight_transfer import CountingSync, FiveMethodSync
 
 _CORRECTION_METRICS = ("ratio_sum", "truncated", "clipped")
@@ -245,7 +245,7 @@ class AsyncGRPOTrainer(Trainer):
         if self._make_worker is not None:
             return self._make_worker
         if self._injected_worker is not None:
-            return _announcing(self._injected_worker)
+            return announcing(self._injected_worker)
         return self._start_worker_process
 
     def _start_worker_process(self, start: WorkerStart) -> RolloutWorkerProtocol:
@@ -278,7 +278,7 @@ class AsyncGRPOTrainer(Trainer):
     # ---- an optimizer step -----------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        return _StepPlans(self._next_plan)
+        return StepPlans(self._next_plan)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
         return [next(epoch_iterator)], None
@@ -302,12 +302,19 @@ class AsyncGRPOTrainer(Trainer):
         term = self.term
         groups, wait_s = term.next_groups()
         return StepPlan(
-            term.term, term.optimizer_step, term.version, groups, term.weights_are_version, wait_s
+            term.term,
+            term.optimizer_step,
+            term.version,
+            groups,
+            term.weights_are_version,
+            wait_s,
+            cause=self.recorder.last_id,
         )
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """The gradient of the whole step that ``inputs``, a ``StepPlan``, describes; returns its loss."""
         plan: StepPlan = inputs
+        self.recorder.observe(plan.cause)
         step = self._step = StepInProgress(plan, time.monotonic())
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -403,27 +410,6 @@ class AsyncGRPOTrainer(Trainer):
                 weights_hash=saved_hash,
             )
         )
-
-
-class _StepPlans:
-    """One plan per optimizer step, made when it is asked for: nothing is prefetched."""
-
-    def __init__(self, next_plan: Callable[[], StepPlan]) -> None:
-        self._next_plan = next_plan
-
-    def __iter__(self) -> Iterator[StepPlan]:
-        while True:
-            yield self._next_plan()
-
-
-def _announcing(worker: RolloutWorkerProtocol) -> WorkerFactory:
-    """An injected worker is told its first version the way it is told every other."""
-
-    def make(start: WorkerStart) -> RolloutWorkerProtocol:
-        worker.update_model_version(start.version)
-        return worker
-
-    return make
 
 
 def _default_recorder(args: AsyncGRPOConfig) -> Recorder:
