@@ -215,6 +215,7 @@ def build_model(
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "max_position_embeddings": spec.max_position_embeddings,
+        "initializer_range": spec.warmup_for(task).initializer_range,
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,

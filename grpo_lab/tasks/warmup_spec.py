@@ -17,11 +17,13 @@ class WarmupSpec:
             Reinforcement learning samples in the same way, and the pass rate p decides how many of its
             groups of n carry a signal: 1 - p^n - (1 - p)^n of equally hard ones. Greedy accuracy is no
             substitute: with a constant learning rate it jumps by 0.1 and more between looks.
+        initializer_range: standard deviation of the weights that the phase starts from.
         look_every_steps: steps between two looks at the development split.
         max_steps: without the pass rate after this many steps the phase fails.
     """
 
-    stop_pass_rate: float = 0.15
+    stop_pass_rate: float = 0.2
+    initializer_range: float = 0.02
     look_every_steps: int = 20
     max_steps: int = 400
     development_rows: int = 512
@@ -38,7 +40,7 @@ class WarmupSpec:
         for field in ("look_every_steps", "max_steps", "development_rows", "batch_size", "ramp_steps"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "at least 1")
-        for field in ("learning_rate", "max_grad_norm"):
+        for field in ("initializer_range", "learning_rate", "max_grad_norm"):
             if not getattr(self, field) > 0:
                 raise ConfigError(field, getattr(self, field), "above 0")
         if not self.weight_decay >= 0:
