@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
+import pickle
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ from grpo_lab.trainer.dataset import PromptSequence, RewardFunctions
 from grpo_lab.trainer.worker_channel import Message, encode, read_messages
 from grpo_lab.transport.engines import connect_engines
 from grpo_lab.types import CursorState, DroppedGroup, RolloutGroup
+
+LAST_WORDS_TIMEOUT_S = 600.0  # a trainer in a long step reads them after it; one that is gone ends the wait
 
 _PR_SET_PDEATHSIG = 1
 
@@ -51,16 +56,39 @@ class WorkerSpec:
     actor: str = "worker"
 
 
-def worker_main(end: socket.socket, spec: WorkerSpec) -> None:
-    """Entry of the process. Exit code 0 after a stop, 3 after a failure that was reported."""
+def worker_main(end: socket.socket, packed_spec: bytes) -> None:
+    """Entry of the process; ``packed_spec`` is a pickled ``WorkerSpec``.
+
+    It is unpacked here, so that what fails in it (a reward function's module that cannot be imported)
+    reaches the trainer in its own words. Exit code 0 after a stop, 3 after a failure that was reported.
+    """
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
-    recorder: FileRecorder | NullRecorder
+    try:
+        spec: WorkerSpec = pickle.loads(packed_spec)  # noqa: S301 - from the trainer that started us
+        recorder = _make_recorder(spec)
+    except Exception as error:
+        words = f"the rollout worker could not start: {type(error).__name__}: {error}"
+        end.sendall(encode(Message("failed", words)))
+        raise
+    code = _run(end, spec, recorder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a reward function may still run in its thread, and sys.exit would wait for it
+
+
+def _make_recorder(spec: WorkerSpec) -> FileRecorder | NullRecorder:
     if spec.events_dir is None:
-        recorder = NullRecorder(spec.actor)
-    else:
-        recorder = FileRecorder(spec.actor, Path(spec.events_dir), run_clock(spec.started_s))
-    sys.exit(asyncio.run(_main(end, spec, recorder)))
+        return NullRecorder(spec.actor)
+    return FileRecorder(spec.actor, Path(spec.events_dir), run_clock(spec.started_s))
+
+
+def _run(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int:
+    try:
+        return asyncio.new_event_loop().run_until_complete(_main(end, spec, recorder))
+    except Exception:
+        traceback.print_exc()
+        return 1
 
 
 async def _main(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int:
@@ -78,7 +106,7 @@ async def _main(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int
         raise
     finally:
         with contextlib.suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(LAST_WORDS_TIMEOUT_S):
                 writer.close()
                 await writer.wait_closed()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import queue
-import select
 import signal
 import socket
 import time
 from collections import deque
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 from grpo_lab.errors import ConfigError, WorkerDied, WorkerError, WorkerStalled
@@ -40,9 +41,11 @@ class WorkerProcess:
         self._stale_after_s = stale_after_s
         self._process: BaseProcess | None = None
         self._socket: socket.socket | None = None
+        self._ended_fd = -1  # readable when the process has ended
         self._decoder = Decoder()
         self._items: deque[RolloutGroup | DroppedGroup] = deque()
-        self._failure = ""
+        self._failure = ""  # the worker's last words
+        self._gone = ""  # how it ended without being asked to
         self._stopped = False
         self._closed = False
         self._progress = -1
@@ -54,14 +57,14 @@ class WorkerProcess:
     # -- RolloutWorkerProtocol ------------------------------------------------------------------
 
     def start(self) -> None:
-        """Spawns the process. Raises ``ConfigError`` when a reward function cannot be sent to it."""
+        """Spawns the process. Raises ``ConfigError`` when something cannot be sent to it."""
         if self._process is not None:
             raise WorkerError("this rollout worker was started before; make a new one for a new run")
-        _check_picklable(self._spec)
+        packed_spec = _pack(self._spec)
         ours, theirs = socket.socketpair()
         context = multiprocessing.get_context("spawn")
         process = context.Process(
-            target=worker_main, args=(theirs, self._spec), name="grpo-lab-worker", daemon=True
+            target=worker_main, args=(theirs, packed_spec), name="grpo-lab-worker", daemon=True
         )
         try:
             process.start()
@@ -72,6 +75,9 @@ class WorkerProcess:
             theirs.close()
         ours.settimeout(SEND_TIMEOUT_S)
         self._process, self._socket = process, ours
+        # Neither the socket nor the sentinel is enough: a child that a reward function forked holds both.
+        pid_fd = getattr(os, "pidfd_open", None)
+        self._ended_fd = process.sentinel if pid_fd is None else pid_fd(process.pid)
         self._moved_s = self._waited_until_s = time.monotonic()
         self._recorder.emit(MemberStarted(member=self._spec.actor, role="worker"))
 
@@ -84,19 +90,28 @@ class WorkerProcess:
         if process is None or self._stopped:
             return
         self._stopped = True
-        self._send(Message("stop", None, self._recorder.last_id))
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        while not self._closed and time.monotonic() < deadline_s:
-            self._receive(deadline_s - time.monotonic())
-        process.join(max(0.1, deadline_s - time.monotonic()))
+        try:
+            self._send(Message("stop", None, self._recorder.last_id))
+            while not self._closed and time.monotonic() < deadline_s:
+                self._receive(deadline_s - time.monotonic())
+            self._ends_within(max(0.1, deadline_s - time.monotonic()))
+        finally:
+            self._make_sure_it_is_gone(process)
+        if not self._gone:
+            self._recorder.emit(MemberStopped(member=self._spec.actor))
+
+    def _make_sure_it_is_gone(self, process: BaseProcess) -> None:
         for end in (process.terminate, process.kill):
             if process.is_alive():
                 end()
-                process.join(KILL_TIMEOUT_S)
+                self._ends_within(KILL_TIMEOUT_S)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self._recorder.emit(MemberStopped(member=self._spec.actor))
+        if self._ended_fd not in (-1, process.sentinel):
+            os.close(self._ended_fd)
+        self._ended_fd = -1
 
     # -- RolloutBuffer --------------------------------------------------------------------------------
 
@@ -126,14 +141,24 @@ class WorkerProcess:
     # -- inside -----------------------------------------------------------------------------------------
 
     def _receive(self, timeout_s: float) -> None:
-        """Waits for the worker's messages and takes in what has come. Its death closes the socket."""
+        """Waits for the worker's messages, or its end, and takes in what has come."""
         if self._socket is None or self._closed:
             return
-        ready, _, _ = select.select([self._socket], [], [], max(0.0, timeout_s))
-        if not ready:
-            return
+        ready = wait([self._socket, self._ended_fd], max(0.0, timeout_s))
+        if self._ended_fd in ready:
+            while not self._closed and wait([self._socket], 0):
+                self._read(self._socket)  # everything that it said before its end is here already
+            self._closed = True
+        elif ready:
+            self._read(self._socket)
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        """Not ``Process.join``: with a timeout, that waits for the sentinel."""
+        return bool(wait([self._ended_fd], timeout_s))
+
+    def _read(self, connection: socket.socket) -> None:
         try:
-            data = self._socket.recv(1 << 20)
+            data = connection.recv(1 << 20)
         except ConnectionError:
             data = b""
         if not data:
@@ -155,15 +180,26 @@ class WorkerProcess:
             self._failure = message.body
 
     def _raise_if_gone(self) -> None:
+        process = self._process
+        if self._stopped or process is None or not (self._failure or self._closed):
+            return
+        if not self._gone:
+            self._gone = self._failure or self._how_it_died(process)
+            self._recorder.emit(MemberDied(member=self._spec.actor, detail=self._gone[:500]))
         if self._failure:
             raise WorkerError(self._failure)
-        process = self._process
-        if self._stopped or not self._closed or process is None:
-            return
-        process.join(KILL_TIMEOUT_S)
+        raise WorkerDied(self._gone)
+
+    def _how_it_died(self, process: BaseProcess) -> str:
+        self._ends_within(KILL_TIMEOUT_S)
         how = _exit_words(process.exitcode)
-        self._recorder.emit(MemberDied(member=self._spec.actor, detail=how))
-        raise WorkerDied(
+        if self._progress < 0 and process.exitcode == 1:
+            return (
+                f"the rollout worker (pid {process.pid}) {how} before it could say why; its last lines are "
+                "on stderr. Its process imports the script that trains: that needs "
+                "`if __name__ == '__main__':` around what it runs"
+            )
+        return (
             f"the rollout worker (pid {process.pid}) {how}. Its last lines are on stderr; "
             "what it had in flight is lost"
         )
@@ -174,7 +210,8 @@ class WorkerProcess:
             raise WorkerStalled(
                 f"the rollout worker has made no progress for {still_s:.1f} s "
                 f"(heartbeat_stale_after_s={self._stale_after_s:g}); it waits for: "
-                f"{self._blocked_by or 'completions'}"
+                f"{self._blocked_by or 'completions'}. If the engine is healthy and merely slow, raise "
+                "heartbeat_stale_after_s above the time of the longest completion"
             )
 
     def _send(self, message: Message) -> None:
@@ -185,18 +222,34 @@ class WorkerProcess:
             self._socket.sendall(encode(message))
 
 
-def _check_picklable(spec: WorkerSpec) -> None:
+def _pack(spec: WorkerSpec) -> bytes:
+    """The pickled spec. Raises ``ConfigError`` naming the part that cannot be pickled."""
+    try:
+        return pickle.dumps(spec)
+    except Exception as error:
+        raise _unpicklable(spec, error) from error
+
+
+def _unpicklable(spec: WorkerSpec, error: Exception) -> ConfigError:
+    where = "because the rollout worker's process needs it"
     for function in spec.reward_funcs:
-        try:
-            pickle.dumps(function)
-        except Exception as error:
+        if not _pickles(function):
             name = getattr(function, "__qualname__", repr(function))
-            raise ConfigError(
-                "reward_funcs",
-                name,
-                "functions that can be pickled, because they run in the rollout worker's process",
-                f"Define it at the top level of a module, not as a lambda or inside a function ({error})",
-            ) from error
+            fix = f"Define it at the top level of a module, not as a lambda or inside a function ({error})"
+            return ConfigError("reward_funcs", name, f"something that can be pickled, {where}", fix)
+    culprit = "train_dataset" if not _pickles(spec.dataset) else "processing_class"
+    part = spec.dataset if culprit == "train_dataset" else spec.tokenizer
+    return ConfigError(
+        culprit, type(part).__name__, f"something that can be pickled, {where}", f"Pickle says: {error}"
+    )
+
+
+def _pickles(part: object) -> bool:
+    try:
+        pickle.dumps(part)
+    except Exception:
+        return False
+    return True
 
 
 def _exit_words(code: int | None) -> str:
