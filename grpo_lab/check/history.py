@@ -28,7 +28,7 @@ def read_parts(path: Path) -> Iterator[Record]:
 
     Raises:
         TraceError: nothing there, or damage, by file and line. An unfinished last line, as a killed process
-            leaves it, is ignored, and an event that is named as a cause but was never written holds nobody up.
+            leaves it, is ignored; an event that is named as a cause but was never written holds nobody up.
     """
     for line in _lines_of(path):
         try:
