@@ -169,8 +169,8 @@ class GivenBack(Rule):
             self.count()
             for (actor, slot), (bucket, proof) in sorted(self._slots.items()):
                 self.violate(
-                    f"the sync of version {event.version} ended, but slot {slot} of {actor} with bucket {bucket} "
-                    "was never released",
+                    f"the sync of version {event.version} ended, but slot {slot} of {actor} with bucket "
+                    f"{bucket} was never released",
                     record,
                     proof,
                 )
