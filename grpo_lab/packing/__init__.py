@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_lab.packing.plan import BucketPlan, Piece, PlanStatistics, TensorEntry
+from grpo_lab.packing.layout import Layout, Piece
+from grpo_lab.packing.plan import BucketPlan, PlanStatistics, TensorEntry
 
 if TYPE_CHECKING:
     from grpo_lab.packing.packer import PackedBucket, Packer, Unpacker, hash64, instruction_sets
 
 __all__ = [
     "BucketPlan",
+    "Layout",
     "PackedBucket",
     "Packer",
     "Piece",

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from grpo_lab.packing.dtypes import DTYPES
+from grpo_lab.packing.layout import Layout
 from grpo_lab.packing.native import extension
 from grpo_lab.packing.packer import Packer, Unpacker
-from grpo_lab.packing.plan import BucketPlan, Layout
+from grpo_lab.packing.plan import BucketPlan
 from grpo_lab.packing.ring import allocate_ring, as_bytes
 from grpo_lab.packing.shapes import MODELS
 
@@ -31,9 +32,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the benchmark. At most `source_limit_bytes` of the model's tensors are used, from the first
-    on.
-    """
+    """One row of the benchmark, over the first `max_parameters` of the model's parameters."""
 
     op: str  # "pack" or "unpack"
     model: str

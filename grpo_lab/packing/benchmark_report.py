@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
@@ -10,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,26 @@ DTYPE_PAIRS = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bf
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """The rows in the order of their measurement; `quick` takes two models, one bucket size, and less of
-    them.
-    """
+    """The rows in order; `quick` takes two models, one bucket size, and less of them."""
     models = ["qwen2.5-0.5b", "tiny-20000"] if quick else list(MODELS)
     sizes = [64 * MiB] if quick else [16 * MiB, 64 * MiB, 256 * MiB]
-    limit = 160 * MiB if quick else 256 * MiB
-    first, size = models[0], 64 * MiB
+    limit = 144 * MiB if quick else 256 * MiB
+    first = models[0]
     for source, wire in DTYPE_PAIRS:
-
-        def case(op: str, model: str, bucket_bytes: int = size, **more: Any) -> Case:
-            pair = (source, wire)  # noqa: B023 - used within this turn of the loop only
-            return Case(op, model, *pair, bucket_bytes, max_parameters=limit, **more)
-
-        for model in models:
-            yield from (case("pack", model, bucket_bytes) for bucket_bytes in sizes)
-        yield from (case("unpack", model) for model in models)
-        yield case("pack", "tiny-20000", refresh=False)
-        yield case("pack", first, hash=False)
-        yield case("pack", first, threads=1, torch_threads=1)
-        yield case("pack", first, strides="transposed")
-        if source == wire == "bfloat16":
-            yield case("pack", first, layout="vllm")
+        usual = Case("pack", first, source, wire, 64 * MiB, max_parameters=limit)
+        yield from (replace(usual, model=model, bucket_bytes=size) for model in models for size in sizes)
+        yield from (replace(usual, op="unpack", model=model) for model in (models[:1] if quick else models))
+        yield replace(usual, model="tiny-20000", refresh=False)
+        yield replace(usual, hash=False)
+        yield replace(usual, threads=1, torch_threads=1)
+        yield replace(usual, strides="transposed")
+        if not quick:
+            yield replace(usual, layout="vllm")
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A ratio that the packer is held to: the median over the rows that it concerns, and the worst of
-    them.
-    """
+    """A ratio that the packer is held to: the median over the rows that it concerns, and the worst."""
 
     name: str
     wanted: float
@@ -96,7 +86,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     goal("pack against a flat copy of as many bytes", 0.85, large, lambda row: row.flat_copy_s / row.ours_s)
     goal("pack transposed against copy_", 1.0, transposed, peer("copy_views"))
     goal("unpack against copy_", 1.3, unpack, peer("copy_views"))
-    pairs = [(r, h) for r in rows if not r.hash for h in large if dataclasses.replace(h, **_same(r)) == r]
+    pairs = [(r, h) for r in rows if not r.hash for h in large if replace(h, **_same(r)) == r]
     goal("pack without hash against with", 0.9, [r for r, _ in pairs], lambda row: _hash_cost(row, pairs))
     return found
 

@@ -52,9 +52,7 @@ def unavailable() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaBucket:
-    """A bucket in GPU memory, complete once ``event`` has passed. ``memory`` is uint8, exactly ``nbytes``
-    long.
-    """
+    """A bucket in GPU memory, complete once ``event`` has passed. ``memory`` is ``nbytes`` of uint8."""
 
     index: int
     slot: int
@@ -90,9 +88,7 @@ class CudaPacker:
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checks the tensors and sends their addresses to the GPU. Call again when one was replaced or
-        moved.
-        """
+        """Checks the tensors and sends their addresses to the GPU. Call again when one was replaced."""
         for entry in self.plan.tensors:
             _check(entry, tensors, entry.source_dtype, self._device)
         self._tables = [_upload(self.plan, i, tensors, self._device) for i in range(self.plan.num_buckets)]
@@ -133,9 +129,7 @@ class CudaUnpacker:
         self._device = torch.device(device)
 
     def verify(self, bucket_index: int, memory: torch.Tensor, hash64: int) -> None:
-        """Raises BucketCorrupt unless `memory` has the bucket's size and the sender's hash; waits for the
-        GPU.
-        """
+        """Raises BucketCorrupt unless `memory` has the bucket's size and hash; waits for the GPU."""
         self._sized(bucket_index, memory)
         leaves = torch.zeros(-(-memory.numel() // LEAF_BYTES), dtype=torch.int64, device=self._device)
         whole = {"bucket": memory}
@@ -152,9 +146,7 @@ class CudaUnpacker:
             raise BucketCorrupt(f"bucket {bucket_index}: expected hash {hash64:#018x}, found {found:#018x}")
 
     def unpack(self, bucket_index: int, memory: torch.Tensor, into: Mapping[str, torch.Tensor]) -> None:
-        """Enqueues the writes into existing GPU tensors, named as in the plan (an alias stands for its
-        tensor).
-        """
+        """Enqueues the writes into existing GPU tensors, under any name that the plan has for them."""
         self._sized(bucket_index, memory)
         targets: dict[str, torch.Tensor] = {}
         for position in self.plan.tensors_of_bucket[bucket_index]:

@@ -29,9 +29,7 @@ PIECE = np.dtype(
 
 
 def piece_table(plan: BucketPlan, bucket: int, tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """One record a piece, in the order of the bucket; `tensors` are checked against the plan by the
-    caller.
-    """
+    """One record a piece, in the order of the bucket; the caller has checked the tensors."""
     rows = []
     for position in plan.tensors_of_bucket[bucket]:
         entry = plan.tensors[position]
@@ -60,9 +58,7 @@ def piece_table(plan: BucketPlan, bucket: int, tensors: Mapping[str, torch.Tenso
 
 
 def coalesced(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides without dimensions of size 1, neighbours merged; both empty for a contiguous
-    tensor.
-    """
+    """Sizes and strides with unit dimensions gone and neighbours merged; empty if contiguous."""
     if tensor.is_contiguous():
         return (), ()
     sizes: list[int] = []

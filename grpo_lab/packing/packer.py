@@ -280,9 +280,7 @@ class Targets:
 
 
 def hash64(memory: object) -> int:
-    """The hash of a bucket's bytes, as Packer computes it: a tree of XXH3-64 over 64 KiB leaves
-    (``csrc/xxh3.h``).
-    """
+    """The hash of a bucket's bytes: a tree of XXH3-64 over leaves of 64 KiB (``csrc/xxh3.h``)."""
     return extension.hash64(as_bytes(memory, "memory"), extension.Pool(1))
 
 

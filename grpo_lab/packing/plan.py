@@ -8,17 +8,8 @@ weight moves::
     if (difference := plan.difference(theirs)) is not None:
         raise HandshakeError(difference)
 
-Layouts
-    ``aligned``: each tensor begins at a multiple of 256 bytes; the gaps are zero. A tensor that does not fit
-    in what is left of a bucket opens a new one; one that is larger than a bucket is split at element
-    boundaries.
-
-    ``vllm``: no gaps, and a bucket closes with the tensor that makes it *exceed* the size, as vLLM's packed
-    consumer expects (vllm/distributed/weight_transfer/packed_tensor.py). What that consumer cannot view is
-    refused here.
-
-Tied tensors (same memory, shape and strides) are sent once, under the first name; the other names are
-aliases.
+The module ``layout`` describes the two layouts. Tied tensors (same memory, shape and strides) are sent once,
+under the first name; the other names are aliases.
 """
 
 from __future__ import annotations
@@ -26,39 +17,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 from grpo_lab.errors import PackingError
-from grpo_lab.packing.dtypes import CAST_SOURCES, Dtype, dtype_name, dtype_named
+from grpo_lab.packing.dtypes import CAST_SOURCES, dtype_name, dtype_named
+from grpo_lab.packing.layout import PLACEMENTS, Described, Layout, Piece, check_names, check_options
 
 if TYPE_CHECKING:
     import torch
 
-Layout = Literal["aligned", "vllm"]
-ALIGNMENT_BYTES = 256
 FORMAT = 1
-_MAX_PIECES = 1 << 20
-_LIMIT = 1 << 62  # bytes of one tensor; keeps every sum of offsets within 64 bits
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """`count` elements of a tensor, from row-major position `first`, at byte `offset` of bucket `bucket`."""
-
-    bucket: int
-    offset: int
-    first: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as it is sent. ``strides`` (elements) and ``source_dtype`` describe the sender's memory
-    only.
-    """
+    """One tensor as it is sent. ``strides`` (elements) and ``source_dtype`` are the sender's own matter."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,9 +56,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class PlanStatistics:
-    """What a plan amounts to. ``payload_bytes`` counts each tied tensor once; ``wire_bytes`` includes
-    padding.
-    """
+    """What a plan amounts to. ``payload_bytes`` counts tied tensors once; ``wire_bytes`` has the padding."""
 
     buckets: int
     tensors: int
@@ -121,10 +95,10 @@ class BucketPlan:
         Raises PackingError for an unknown dtype or layout, a bucket smaller than an element, a name that is
         empty, and what the ``vllm`` layout cannot carry.
         """
-        _check_options(layout, bucket_bytes, wire_dtype)
+        check_options(layout, bucket_bytes, wire_dtype)
         first_of: dict[tuple[Any, ...], str] = {}
         aliases: dict[str, list[str]] = {}
-        described: list[_Described] = []
+        described: list[Described] = []
         for name, tensor in tensors.items():
             identity = _identity(tensor)
             if identity is not None:
@@ -134,22 +108,21 @@ class BucketPlan:
                     continue
             source = dtype_named(dtype_name(tensor), f"tensor {name!r}")
             wire = wire_dtype if wire_dtype is not None and source.name in CAST_SOURCES else source.name
-            described.append(_Described(name, tuple(tensor.shape), _strides(tensor), source.name, wire, ()))
+            described.append(Described(name, tuple(tensor.shape), _strides(tensor), source.name, wire, ()))
         named = [d.with_aliases(tuple(aliases.get(d.name, ()))) for d in described]
         return cls._lay_out(named, layout, bucket_bytes, wire_dtype)
 
     @classmethod
     def _lay_out(
-        cls, described: list[_Described], layout: Layout, bucket_bytes: int, wire_dtype: str | None
+        cls, described: list[Described], layout: Layout, bucket_bytes: int, wire_dtype: str | None
     ) -> BucketPlan:
-        _check_names(described)
-        place = _place_aligned if layout == "aligned" else _place_vllm
+        check_names(described)
         sizes: list[int] = []
         entries = tuple(
             TensorEntry(
                 d.name, d.shape, d.strides, d.source_dtype, d.wire_dtype, d.aliases, d.nbytes, tuple(pieces)
             )
-            for d, pieces in zip(described, place(described, bucket_bytes, sizes), strict=True)
+            for d, pieces in zip(described, PLACEMENTS[layout](described, bucket_bytes, sizes), strict=True)
         )
         return cls(layout, bucket_bytes, wire_dtype, entries, tuple(sizes))
 
@@ -210,17 +183,15 @@ class BucketPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BucketPlan:
-        """Raises PackingError naming the first field that is missing, malformed, or does not fit the
-        digest.
-        """
+        """Raises PackingError naming the first field that is missing, malformed, or against the digest."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise PackingError(f"not a bucket plan of format {FORMAT}: {str(data)[:80]!r}")
         layout, bucket_bytes, wire_dtype = (data.get(k) for k in ("layout", "bucket_bytes", "wire_dtype"))
-        _check_options(layout, bucket_bytes, wire_dtype)
+        check_options(layout, bucket_bytes, wire_dtype)
         tensors = data.get("tensors")
         if not isinstance(tensors, list):
             raise PackingError("field 'tensors' of the bucket plan must be a list")
-        described = [_Described.parse(t) for t in tensors]
+        described = [Described.parse(t) for t in tensors]
         plan = cls._lay_out(described, cast(Layout, layout), cast(int, bucket_bytes), wire_dtype)
         if data.get("digest") != plan.digest():
             raise PackingError(
@@ -229,9 +200,7 @@ class BucketPlan:
         return plan
 
     def digest(self) -> str:
-        """SHA-256 (hex) of everything both sides must agree on: names, shapes, wire dtypes, layout, bucket
-        size.
-        """
+        """SHA-256 (hex) of what both sides agree on: names, shapes, wire dtypes, layout, bucket size."""
         return self._digest
 
     @cached_property
@@ -274,88 +243,6 @@ class BucketPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A tensor before it has a place."""
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    source_dtype: str
-    wire_dtype: str
-    aliases: tuple[str, ...]
-
-    def with_aliases(self, aliases: tuple[str, ...]) -> _Described:
-        return _Described(self.name, self.shape, self.strides, self.source_dtype, self.wire_dtype, aliases)
-
-    @property
-    def wire(self) -> Dtype:
-        return dtype_named(self.wire_dtype, f"tensor {self.name!r}")
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        nbytes = self.numel * self.wire.itemsize
-        if nbytes >= _LIMIT:
-            raise PackingError(
-                f"tensor {self.name!r} of shape {self.shape} has {nbytes} bytes; the limit is {_LIMIT}"
-            )
-        return nbytes
-
-    @classmethod
-    def parse(cls, data: Any) -> _Described:
-        """Every field is checked: a plan may come from another process."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
-            raise PackingError(f"a tensor of the bucket plan has no name: {str(data)[:80]}")
-        what = f"tensor {data['name']!r}"
-
-        def checked(field: str, valid: Callable[[Any], bool], wanted: str) -> Any:
-            value = data.get(field)
-            if not valid(value):
-                raise PackingError(f"{what}: field {field!r} is {str(value)[:80]}; it must be {wanted}")
-            return value
-
-        def sizes(value: Any) -> bool:
-            return isinstance(value, list) and all(type(n) is int and 0 <= n < _LIMIT for n in value)
-
-        shape = tuple(checked("shape", sizes, "a list of sizes"))
-        strides = tuple(
-            checked("strides", lambda v: sizes(v) and len(v) == len(shape), "a stride for each size")
-        )
-        aliases = checked(
-            "aliases", lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "names"
-        )
-        source, wire = (dtype_named(data.get(k, ""), what) for k in ("source_dtype", "wire_dtype"))
-        if source != wire and not (source.castable and wire.castable):
-            raise PackingError(f"{what}: {source.name} cannot be sent as {wire.name}")
-        return cls(data["name"], shape, strides, source.name, wire.name, tuple(aliases))
-
-
-def _check_options(layout: Any, bucket_bytes: Any, wire_dtype: Any) -> None:
-    if layout not in get_args(Layout):
-        raise PackingError(f"layout {layout!r} is unknown; use one of {', '.join(get_args(Layout))}")
-    if type(bucket_bytes) is not int or not 16 <= bucket_bytes < _LIMIT:
-        raise PackingError(
-            f"bucket_bytes is {bucket_bytes!r}; it must be an integer from 16 (one element) to {_LIMIT}"
-        )
-    if wire_dtype is not None and not dtype_named(wire_dtype, "wire_dtype").castable:
-        raise PackingError(f"wire_dtype {wire_dtype!r} is not a float dtype that weights can be cast to")
-
-
-def _check_names(described: list[_Described]) -> None:
-    seen: set[str] = set()
-    for entry in described:
-        for name in (entry.name, *entry.aliases):
-            if not isinstance(name, str) or not name:
-                raise PackingError(f"tensor name {name!r} is not a non-empty string")
-            if name in seen:
-                raise PackingError(f"tensor name {name!r} appears twice in the bucket plan")
-            seen.add(name)
-
-
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Equal for two tensors that are the same elements of the same memory; None if that cannot be known."""
     if getattr(tensor, "full_tensor", None) is not None:  # a DTensor: its own shard stands for the whole
@@ -373,55 +260,3 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     for size in reversed(tensor.shape[1:]):
         strides.append(strides[-1] * max(size, 1))
     return tuple(reversed(strides[: len(tensor.shape)]))
-
-
-def _place_aligned(described: list[_Described], bucket_bytes: int, sizes: list[int]) -> Iterator[list[Piece]]:
-    """Yields each tensor's pieces and appends the buckets' sizes."""
-    for entry in described:
-        if entry.numel == 0:
-            yield []
-            continue
-        start = -(-sizes[-1] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if sizes else 0
-        if not sizes or start + entry.nbytes > bucket_bytes:
-            start = 0
-            sizes.append(0)
-        itemsize, first, pieces = entry.wire.itemsize, 0, []
-        capacity = bucket_bytes // itemsize
-        if entry.numel // capacity > _MAX_PIECES:
-            raise PackingError(
-                f"tensor {entry.name!r} ({entry.nbytes} bytes) would be cut into more than {_MAX_PIECES} "
-                f"buckets of {bucket_bytes} bytes; use larger buckets"
-            )
-        while first < entry.numel:
-            if first:
-                sizes.append(0)
-            count = min(entry.numel - first, capacity)
-            pieces.append(Piece(len(sizes) - 1, start, first, count))
-            sizes[-1] = start + count * itemsize
-            first += count
-        yield pieces
-
-
-def _place_vllm(described: list[_Described], bucket_bytes: int, sizes: list[int]) -> Iterator[list[Piece]]:
-    """As :func:`_place_aligned`, for vLLM's packed consumer, which views each tensor in the received
-    bytes.
-    """
-    closed = True
-    for entry in described:
-        if not entry.shape:
-            raise PackingError(
-                f"tensor {entry.name!r} has no dimension: vLLM's packed consumer cannot view it; "
-                "reshape it to (1,) or use layout='aligned'"
-            )
-        if closed:
-            sizes.append(0)
-        start, itemsize = sizes[-1], entry.wire.itemsize
-        if start % itemsize:
-            raise PackingError(
-                f"tensor {entry.name!r} ({entry.wire_dtype}) would begin at byte {start} of bucket "
-                f"{len(sizes) - 1}, not a multiple of {itemsize}: vLLM's packed consumer cannot view it; "
-                "send tensors with an odd number of bytes last or use layout='aligned'"
-            )
-        yield [Piece(len(sizes) - 1, start, 0, entry.numel)] if entry.numel else []
-        sizes[-1] = start + entry.nbytes
-        closed = sizes[-1] > bucket_bytes

@@ -53,9 +53,7 @@ def scenarios(draw):
 
 
 def attempt(scenario, threads, isa):
-    """Packs and unpacks between guarded buffers; ValueError (or pybind's TypeError for 64-bit overflow) is a
-    refusal.
-    """
+    """Packs and unpacks between guarded buffers. ValueError is a refusal, and pybind's TypeError too."""
     tensors, pieces, bucket_bytes, views = scenario
     try:
         buckets = extension.Buckets(tensors, pieces, bucket_bytes)

@@ -22,9 +22,7 @@ DTYPES = [
 
 @st.composite
 def tensors(draw, max_dims=4):
-    """Random bits under random strides: transposed, sliced, stepped, expanded, empty, scalar, and now and
-    then large.
-    """
+    """Random bits under random strides: transposed, stepped, expanded, empty, scalar, sometimes large."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 7), max_size=max_dims))
     if shape and draw(st.integers(0, 4)) == 0:

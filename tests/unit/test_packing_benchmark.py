@@ -1,0 +1,124 @@
+"""The benchmark measures what it says: every contender moves the same elements, and goals follow from the
+rows.
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from grpo_lab.cli import bench_pack
+from grpo_lab.packing import benchmark, benchmark_report
+from grpo_lab.packing.benchmark import Case, Contenders, MiB, Row
+from grpo_lab.packing.reference import raw_bytes
+from grpo_lab.packing.shapes import MODELS
+
+SMALL = {"threads": 1, "torch_threads": 1, "max_parameters": 300_000}
+
+
+@pytest.fixture(autouse=True)
+def torch_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strides", ["contiguous", "transposed"])
+def test_every_contender_moves_the_same_elements(source, strides):
+    case = Case(
+        "pack", "moe-5000", source, "bfloat16", MiB, strides=strides, **SMALL | {"max_parameters": 1 << 19}
+    )
+    contenders = Contenders(case)
+    assert len(contenders.tensors) >= 1
+    ways = contenders.pack()
+    for index in range(contenders.plan.num_buckets):
+        expected = b"".join(
+            raw_bytes(s.to(torch.bfloat16)).numpy().tobytes() for s in contenders.sources[index]
+        )
+        for name, way in ways.items():
+            contenders.flat[index].view(torch.uint8).zero_()
+            result = way(index)
+            if name in ("cat_fresh", "flatten_dense"):
+                found = raw_bytes(result).numpy().tobytes()
+            elif name == "cat_out":
+                found = raw_bytes(contenders.flat[index]).numpy().tobytes()
+            else:
+                found = b"".join(raw_bytes(s).numpy().tobytes() for s in contenders.slots[index])
+            assert found == expected, name
+
+
+def test_unpacking_contenders_restore_the_tensors():
+    contenders = Contenders(Case("unpack", "tiny-20000", "float32", "float32", MiB, **SMALL))
+    before = {name: tensor.clone() for name, tensor in contenders.tensors.items()}
+    for name, way in contenders.unpack().items():
+        if name == "verify":
+            continue
+        for tensor in contenders.tensors.values():
+            tensor.zero_()
+        for index in range(contenders.plan.num_buckets):
+            contenders.packer.bind(before)
+            contenders.packer.pack(index)
+            way(index)
+        assert all(torch.equal(t, before[n]) for n, t in contenders.tensors.items()), name
+
+
+def test_model_shapes_have_the_published_sizes():
+    def parameters(name):
+        return sum(torch.Size(shape).numel() for _, shape in MODELS[name])
+
+    assert parameters("qwen2.5-0.5b") == 494_032_768
+    assert parameters("qwen3-0.6b") == 596_049_920
+    assert parameters("llama-3.2-1b") == 1_235_814_400
+    assert 4_900 < len(MODELS["moe-5000"]) < 5_200
+    assert len(MODELS["tiny-20000"]) == 20_000
+
+
+def row(**changes):
+    peers = {"foreach_copy": 1.4, "cat_out": 1.6, "copy_views": 1.4, "cat_fresh": 6.0, "flatten_dense": 5.0}
+    base = Row(
+        "pack", "qwen2.5-0.5b", "bfloat16", "bfloat16", MiB, ours_s=1.0, peers_s=peers, flat_copy_s=0.9
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def test_goals_are_met_and_missed_by_the_rows():
+    found = {g.name: g for g in benchmark_report.goals([row(), row(hash=False, ours_s=0.8)])}
+    assert found["pack, no cast, against _foreach_copy_"].met
+    assert not found["pack without hash against with"].met
+    assert found["pack without hash against with"].median == pytest.approx(0.8)
+    assert "pack tiny tensors against _foreach_copy_" not in found
+    slow = {g.name: g for g in benchmark_report.goals([row(), row(ours_s=2.0), row(ours_s=2.0)])}
+    missed = slow["pack, no cast, against _foreach_copy_"]
+    assert (missed.met, missed.rows, missed.worst) == (False, 3, pytest.approx(0.7))
+
+
+def test_the_command_writes_rows_goals_and_a_plot(tmp_path, monkeypatch, capsys):
+    few = [Case("pack", "tiny-20000", "float32", "bfloat16", MiB, **SMALL)]
+    few.append(dataclasses.replace(few[0], op="unpack"))
+    monkeypatch.setattr(benchmark_report, "cases", lambda quick: few)
+    monkeypatch.setattr(benchmark_report, "peak_rss_in_child", lambda: [3, 4, 4])
+    out, plot = tmp_path / "pack.json", tmp_path / "pack.svg"
+    assert bench_pack.main(["--json", str(out), "--plot", str(plot), "--repeats", "1"]) == 0
+    data = json.loads(out.read_text())
+    assert set(data) == {"machine", "rows", "goals", "peak_rss_bytes"}
+    assert [r["op"] for r in data["rows"]] == ["pack", "unpack"]
+    assert data["rows"][0]["ours_s"] > 0
+    assert set(data["rows"][0]["peers_s"]) == {
+        "foreach_copy",
+        "cat_out",
+        "copy_views",
+        "cat_fresh",
+        "flatten_dense",
+    }
+    assert data["rows"][1]["verify_s"] > 0
+    assert plot.read_text().lstrip().startswith("<?xml")
+    assert "goals" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_syncs_need_no_more_memory_after_the_second(monkeypatch):
+    monkeypatch.setitem(MODELS, "qwen2.5-0.5b", MODELS["tiny-20000"][:2000])
+    peaks = benchmark.peak_rss_of_syncs(12)
+    assert peaks[-1] - peaks[1] < 1 << 20
