@@ -147,6 +147,11 @@ class Recipe:
         if self.min_engines > self.engines and not self.engine.startswith("http"):
             raise ConfigError("min_engines", self.min_engines, f"at most engines = {self.engines}")
 
+    @property
+    def attaches(self) -> bool:
+        """Whether ``engine`` is the address of servers that run already."""
+        return self.engine.startswith(("http://", "https://"))
+
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "out": str(self.out)}
 

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from grpo_lab.errors import ConfigError, GrpoLabError, ModelError
 from grpo_lab.events import MemberDied, MemberStarted, MemberStopped, RunDeclared, RunEnded
+from grpo_lab.harness.attached import Attached, ask_engines
 from grpo_lab.harness.engine_process import EngineProcess, running_engines, simulated_engine
 from grpo_lab.harness.outcome import Outcome, finish_run, unfinished_samples
 from grpo_lab.harness.progress import RunProgress
@@ -44,14 +45,16 @@ def run(recipe: Recipe, console: Console) -> int:
         UserError: bad input, before anything was started or written.
     """
     _refuse_bad_input(recipe)
+    attached = ask_engines(engine_urls(recipe)) if recipe.attaches else None
     directory = make_run_dir(recipe.out, recipe.name)
     directory.write_json("config.json", recipe.to_json())
     directory.write_json("env.json", environment())
     console.print(f"run directory: {directory.path}", highlight=False)
     started_s = time.monotonic()
     with FileRecorder("run", directory.events, run_clock(started_s)) as recorder:
-        recorder.emit(declaration(recipe))
-        outcome = _attempt(recipe, directory, recorder, started_s, console)
+        recorder.emit(declaration(recipe, attached))
+        first_term = attached.newest_term + 1 if attached else 1
+        outcome = _attempt(recipe, directory, recorder, started_s, first_term, console)
         in_flight, queued = (0, 0) if outcome.ended == "clean" else unfinished_samples(directory)
         recorder.emit(
             RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued)
@@ -59,8 +62,8 @@ def run(recipe: Recipe, console: Console) -> int:
     return finish_run(directory, outcome, time.monotonic() - started_s, console)
 
 
-def declaration(recipe: Recipe) -> RunDeclared:
-    """The first event of the trace: every bound that the checker needs."""
+def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared:
+    """The first event of the trace: every bound that the checker needs, and what the engines can do."""
     same = (
         "max_staleness",
         "max_staleness_steps",
@@ -78,7 +81,8 @@ def declaration(recipe: Recipe) -> RunDeclared:
         "heartbeat_stale_after_s",
     )
     values: dict[str, Any] = {name: getattr(recipe, name) for name in same}
-    capabilities = dataclasses.asdict(OWN_ENGINE)
+    own = dataclasses.asdict(OWN_ENGINE)
+    capabilities = {f"engine-{index}": own for index in range(recipe.engines)}
     return RunDeclared(
         world=recipe.world,
         engine=recipe.engine,
@@ -93,8 +97,13 @@ def declaration(recipe: Recipe) -> RunDeclared:
             "logprob_tolerance": 1e-4,
             "liveness_bound_s": 120.0,
         },
-        capabilities={f"engine-{index}": capabilities for index in range(recipe.engines)},
+        capabilities=attached.capabilities if attached else capabilities,
     )
+
+
+def engine_urls(recipe: Recipe) -> list[str]:
+    """Addresses of the servers that the recipe attaches to."""
+    return [url.strip() for url in recipe.engine.split(",")]
 
 
 def _refuse_bad_input(recipe: Recipe) -> None:
@@ -119,7 +128,12 @@ def _refuse_bad_input(recipe: Recipe) -> None:
 
 
 def _attempt(
-    recipe: Recipe, directory: RunDir, recorder: FileRecorder, started_s: float, console: Console
+    recipe: Recipe,
+    directory: RunDir,
+    recorder: FileRecorder,
+    started_s: float,
+    first_term: int,
+    console: Console,
 ) -> Outcome:
     """Runs it and says how it ended; nothing but a programming error of this function leaves it."""
     engines: list[EngineProcess] = []
@@ -131,7 +145,7 @@ def _attempt(
                 with trainer_recorder:
                     trainer_recorder.observe(recorder.last_id)
                     try:
-                        train(recipe, directory, model, urls, trainer_recorder, progress.step)
+                        train(recipe, directory, model, urls, trainer_recorder, progress.step, first_term)
                     finally:
                         recorder.observe(trainer_recorder.last_id)
         return Outcome("clean", "", 0)
@@ -166,8 +180,8 @@ def _engines(
     started: list[EngineProcess],
 ) -> Iterator[Sequence[str]]:
     """Addresses of the engines: of servers that run already, or of our own, stopped at the end."""
-    if recipe.engine.startswith("http"):
-        yield [url.strip() for url in recipe.engine.split(",")]
+    if recipe.attaches:
+        yield engine_urls(recipe)
         return
     options = ["--threads", str(recipe.engine_threads)]
     options += ["--batch-invariant"] if recipe.batch_invariant else []

@@ -39,7 +39,7 @@ def load_training_data(recipe: Recipe) -> Dataset:
     return load_dataset_source(recipe.task, split="train", count=recipe.train_prompts, seed=recipe.seed)
 
 
-def trainer_config(recipe: Recipe, run: RunDir, urls: Sequence[str]) -> AsyncGRPOConfig:
+def trainer_config(recipe: Recipe, run: RunDir, urls: Sequence[str], first_term: int = 1) -> AsyncGRPOConfig:
     """The trainer's settings for a recipe. Raises ``ConfigError``."""
     longest = recipe.max_completion_length or (
         get_task(recipe.task).max_completion_tokens
@@ -78,6 +78,7 @@ def trainer_config(recipe: Recipe, run: RunDir, urls: Sequence[str]) -> AsyncGRP
         sync_attempts=recipe.sync_attempts,
         min_engines=recipe.min_engines,
         final_sync=recipe.final_sync,
+        first_term=first_term,
         vllm_server_base_url=list(urls),
         request_timeout=recipe.request_timeout,
         heartbeat_stale_after_s=recipe.heartbeat_stale_after_s,
@@ -101,6 +102,7 @@ def train(
     urls: Sequence[str],
     recorder: Recorder,
     step_seen: StepSeen,
+    first_term: int = 1,
 ) -> Learned:
     """Evaluates, trains, evaluates and saves the model to ``checkpoint/``. Raises what training raised."""
     torch.set_num_threads(recipe.trainer_threads)
@@ -108,7 +110,7 @@ def train(
     trainer = AsyncGRPOTrainer(
         str(model),
         list(reward_functions(recipe, dataset.column_names)),
-        trainer_config(recipe, run, urls),
+        trainer_config(recipe, run, urls, first_term),
         dataset,
         callbacks=[_ShowSteps(step_seen)],
         recorder=recorder,

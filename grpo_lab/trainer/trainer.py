@@ -197,9 +197,9 @@ class AsyncGRPOTrainer(Trainer):
         if resume:
             path = newest_complete(output_dir) if resume is True else Path(resume)
             cut = load_state(path)
-            term = begin_term(output_dir, max(cut.term, last.term) + 1)
+            term = begin_term(output_dir, max(cut.term + 1, last.term + 1, self.args.first_term))
             return Lineage(term, cut.version, cut.optimizer_step, cut.cursor, str(path))
-        term = begin_term(output_dir, last.term + 1)
+        term = begin_term(output_dir, max(last.term + 1, self.args.first_term))
         return Lineage(term, last.version, last.optimizer_step, last.cursor)
 
     def _begin_term(self) -> None:

@@ -1,0 +1,48 @@
+"""Engines that run already: what they can do, and which term they have seen."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lab.recorders import NullRecorder
+from grpo_lab.transport.engines import connect_engines
+from grpo_lab.types import SyncId
+
+REACH_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """``capabilities`` by engine name; ``newest_term`` is 0 where no trainer of ours was before."""
+
+    capabilities: dict[str, dict[str, Any]]
+    newest_term: int
+
+
+def ask_engines(urls: Sequence[str]) -> Attached:
+    """Raises ``EngineError`` when one is not there or answers nonsense."""
+    return asyncio.run(_ask(urls))
+
+
+async def _ask(urls: Sequence[str]) -> Attached:
+    engines = await connect_engines(urls, NullRecorder("harness"), REACH_TIMEOUT_S)
+    try:
+        terms = [_term_of(await engine.weight_info()) for engine in engines]
+        return Attached(
+            {engine.name: dataclasses.asdict(engine.capabilities) for engine in engines}, max(terms)
+        )
+    finally:
+        for engine in engines:
+            await engine.close()
+
+
+def _term_of(version: str) -> int:
+    """An engine refuses a trainer of an older term than that of the weights it holds."""
+    try:
+        return SyncId.parse(version).term
+    except ValueError:
+        return 0  # its weights are from its disk, or from somebody else's trainer
