@@ -148,9 +148,6 @@ class AsyncGRPOConfig(TrainingArguments):
     first_term: int = setting(
         1, Integer(1), "Raise it for engines that served another trainer: they refuse older terms."
     )
-    first_term: int = setting(
-        1, Integer(1), "Raise it for engines that served another trainer: they refuse older terms."
-    )
     final_sync: bool = setting(False, Flag(), "Sync once more after the last step, if it ended normally.")
     pause_mode: str = setting("keep", Choice("keep", "wait", "abort"), "What a pause does to requests.")
     clear_cache: bool = setting(True, Flag(), "Recompute the KV cache under the new weights.")

@@ -32,6 +32,7 @@ WRONG_VALUES = {
     "window": [*NOT_AN_INTEGER, 0, -1],
     "weight_sync_steps": [*NOT_AN_INTEGER, 0, -1],
     "sync_attempts": [*NOT_AN_INTEGER, 0, 101],
+    "first_term": [*NOT_AN_INTEGER, 0, -1],
     "min_engines": [*NOT_AN_INTEGER, 0, 2],
     "bucket_bytes": [*NOT_AN_INTEGER, 0, 4095],
     "ring_slots": [*NOT_AN_INTEGER, 0, 65],
