@@ -294,8 +294,7 @@ class NewEngineServes(LivenessRule):
         event = record.event
         assert isinstance(event, WeightsActivated | ModelStep)
         if self._waiting and self._waiting.pop(event.engine, None) is not None:
-            self.count()
-            self._open.pop(event.engine, None)
+            self.meet(event.engine, record)
 
     @on(MemberDied, MemberStopped)
     def gone(self, record: Record) -> None:
