@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grpo_lab.check.rule import Context, Rule, on
@@ -59,13 +58,13 @@ class _Memory:
 
     seen: int = 0
     stride: int = 1
-    kept: list[tuple[int, str]] = field(default_factory=list)
+    kept: list[tuple[int, int, str]] = field(default_factory=list)  # bytes, which measurement, event id
 
     def add(self, resident_bytes: int, event_id: str) -> None:
         self.seen += 1
         if self.seen <= D2_WARM_UP or (self.seen - D2_WARM_UP) % self.stride:
             return
-        self.kept.append((resident_bytes, event_id))
+        self.kept.append((resident_bytes, self.seen, event_id))
         if len(self.kept) >= D2_KEPT:
             self.kept = self.kept[1::2]
             self.stride *= 2
@@ -96,21 +95,17 @@ class MemoryGrows(Rule):
                 continue
             self.count()
             third = len(memory.kept) // 3
-            low, middle, high = (min(part) for part in _parts(memory.kept, third))
+            parts = (memory.kept[:third], memory.kept[third : 2 * third], memory.kept[-third:])
+            low, middle, high = (min(part) for part in parts)
             if low[0] < middle[0] < high[0] and high[0] - low[0] > D2_GROWTH * low[0]:
-                syncs = 2 * third * memory.stride
                 self.violate(
                     f"the memory of {member} grew from {low[0] / 2**20:.1f} to {high[0] / 2**20:.1f} MiB, "
-                    f"about {(high[0] - low[0]) / syncs / 2**10:.1f} KiB a sync, and did not come back",
+                    f"about {(high[0] - low[0]) / (high[1] - low[1]) / 2**10:.1f} KiB a sync, and did not come back",
                     None,
-                    low[1],
-                    middle[1],
-                    high[1],
+                    low[2],
+                    middle[2],
+                    high[2],
                 )
-
-
-def _parts(values: Sequence[tuple[int, str]], third: int) -> tuple[Sequence[tuple[int, str]], ...]:
-    return values[:third], values[third : 2 * third], values[-third:]
 
 
 @dataclass(slots=True)
