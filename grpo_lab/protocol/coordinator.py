@@ -22,7 +22,7 @@ from grpo_lab.errors import ConfigError, GrpoLabError, SyncError
 from grpo_lab.events import PhaseAgreed, StateChanged, SyncAborted, SyncBegan, SyncEnded, VersionCommitted
 from grpo_lab.ports import Engine, Ranks, Recorder, WeightSource, WeightTransport
 from grpo_lab.protocol.canary import Canary
-from grpo_lab.protocol.delivery import Delivery, drain
+from grpo_lab.protocol.delivery import Delivery, drain, gathered_to_the_end
 from grpo_lab.protocol.engine_actions import EngineActions
 from grpo_lab.protocol.engine_set import EngineSet
 from grpo_lab.protocol.phase_times import PhaseTimes
@@ -200,6 +200,7 @@ class Coordinator:
 
     async def _transfer(self) -> bool:
         """Attempts, always the same weights, until the whole view has proved them or none is left."""
+        failure: GrpoLabError | None = None
         for attempt in range(1, self._settings.attempts + 1):
             self._sync = SyncId(self._sync.term, self._sync.version, attempt)
             self._enter(SyncState.TRANSFERRING)
@@ -212,14 +213,17 @@ class Coordinator:
             self._enter(SyncState.PAUSED)
             if last or not await self._agree("retry", await self._prepare_retry()):
                 break
-        return await self._agree("settle", self._broken or await self._led(self._actions.settle))
+        # Engines that proved the version may go on with it, but not over a rank that could not gather it.
+        objection = self._broken or (None if self.is_sender else failure)
+        return await self._agree("settle", objection or await self._led(self._actions.settle))
 
     async def _attempt(self) -> None:
         if self.is_sender:
             await self._delivery.attempt(self._sync, self._times)
         else:
-            await self._source.begin(self._sync)
-            await drain(self._source)
+            async with gathered_to_the_end(self._source):
+                await self._source.begin(self._sync)
+                await drain(self._source)
 
     async def _prepare_retry(self) -> GrpoLabError | None:
         """An error means that no retry is possible."""

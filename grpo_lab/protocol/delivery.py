@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from grpo_lab.errors import EngineError, GrpoLabError, SyncError
 from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
@@ -73,14 +74,10 @@ class Delivery:
         """Start, move and verify, finish, prove. Raises the first failure; any engine may be behind it."""
         self.started = True
         self.proved = set()
-        try:
+        async with gathered_to_the_end(self._source):
             await self._source.begin(sync)
             await self._demand("start", lambda engine: engine.start_update(sync), sync)
             await self._move(sync, times)
-        except BaseException:
-            # The other ranks are still gathering, and would hang in a collective that rank 0 left.
-            await drain(self._source)
-            raise
         with times.measure("load"):
             failures = await self._finish(sync)
         failures += await self._prove(sync)
@@ -278,7 +275,20 @@ class Delivery:
         )
 
 
+@asynccontextmanager
+async def gathered_to_the_end(source: WeightSource) -> AsyncIterator[None]:
+    """A rank that fails goes on taking part: the others would hang in a collective that it left."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            await drain(source)
+        except Exception as another:  # the first failure must win, above all a cancellation
+            error.add_note(f"then the rest of the gathers failed: {another}")
+        raise
+
+
 async def drain(source: WeightSource) -> None:
-    """Takes part in the rest of the gathers of this attempt, for their own sake."""
+    """Takes part in the rest of the gathers of this attempt."""
     while await source.next() is not None:
         pass

@@ -217,8 +217,8 @@ class FiveMethodSync:
 
     def sync(self, named_tensors: NamedTensors, optimizer_step: int) -> SyncOutcome:
         started_s = time.perf_counter()
-        self._transfer.pause()
         try:
+            self._transfer.pause()  # inside: it may have paused some engines before it raised
             self._transfer.send_weights(named_tensors())
         finally:
             self._transfer.resume()

@@ -57,7 +57,7 @@ def failure(worker, within_s=5.0):
 def test_groups_arrive_whole_and_stop_ends_every_sample(tmp_path):
     with serving() as engine, started(make_spec(engine.url, events_dir=str(tmp_path))) as (worker, recorder):
         groups = [worker.rollout_buffer.get(timeout=10) for _ in range(10)]
-        assert sorted(group.number for group in groups) == list(range(10))
+        assert len({group.number for group in groups}) == 10
         sample = groups[0].samples[0]
         assert (sample.completion_token_ids, sample.behaviour_logprobs) == ((5, 6, 7), (-0.5,) * 3)
         assert (sample.version_first, sample.reward, sample.rewards) == (1, 1.0, (1.0,))
