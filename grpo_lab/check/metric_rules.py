@@ -98,9 +98,10 @@ class MemoryGrows(Rule):
             parts = (memory.kept[:third], memory.kept[third : 2 * third], memory.kept[-third:])
             low, middle, high = (min(part) for part in parts)
             if low[0] < middle[0] < high[0] and high[0] - low[0] > D2_GROWTH * low[0]:
+                each_kib = (high[0] - low[0]) / (high[1] - low[1]) / 2**10
                 self.violate(
                     f"the memory of {member} grew from {low[0] / 2**20:.1f} to {high[0] / 2**20:.1f} MiB, "
-                    f"about {(high[0] - low[0]) / (high[1] - low[1]) / 2**10:.1f} KiB a sync, and did not come back",
+                    f"about {each_kib:.1f} KiB a sync, and did not come back",
                     None,
                     low[2],
                     middle[2],
