@@ -1,4 +1,4 @@
-"""The form of the trace on disk. ``schema_v1.jsonl`` holds a line of every kind, as schema version 1 writes it.
+"""The form of the trace on disk. ``schema_v1.jsonl`` holds a line of every kind, as schema 1 writes it.
 
 Lines may be added there (a new kind) and fields may be added to a line (a new field with a default). A
 test that fails for a line that is there means that old traces are read differently from now on: then
