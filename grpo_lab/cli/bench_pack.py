@@ -17,9 +17,7 @@ from grpo_lab.packing.benchmark import Row, measure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table and the goals, writes what was asked for. 1 if a goal was missed and
-    --strict.
-    """
+    """Measures, prints tables, writes what was asked for. 1 if a goal was missed and --strict is on."""
     parser = argparse.ArgumentParser(prog="grpo-lab bench pack", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rates (.svg or .png)")
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--repeats is {options.repeats}; it must be at least 1")
 
     console = Console()
-    console.width = max(console.width, 150)  # a row of the table is a line, in a log too
+    console.width = max(console.width, 170)  # a row of the table is a line, in a log too
     rows: list[Row] = []
     began = time.monotonic()
     for case in report.cases(options.quick):

@@ -146,7 +146,9 @@ class Contenders:
             return torch.cat([s.to(wire).reshape(-1) for s in self.sources[index]], out=self.flat[index])
 
         def flatten_dense(index: int) -> object:
-            return torch._utils._flatten_dense_tensors([s.to(wire).contiguous() for s in self.sources[index]])  # type: ignore[no-untyped-call]
+            parts = [s.to(wire).contiguous() for s in self.sources[index]]
+            flat = torch._utils._flatten_dense_tensors(parts)  # type: ignore[no-untyped-call]
+            return flat if len(parts) > 1 else flat.clone()  # of one tensor it would be a view
 
         def copy_views(index: int) -> object:
             for slot, source in zip(self.slots[index], self.sources[index], strict=True):
