@@ -27,6 +27,8 @@ from grpo_lab.types import (
     SamplingParams,
 )
 
+Texts = Callable[[JsonDict, Sequence[tuple[int, ...]]], tuple[str, list[str]]]
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
@@ -85,7 +87,7 @@ class RolloutWorker:
 
     ``heartbeat`` is called with a progress count that rises with every token and finished group, so
     that a worker that lives but does nothing can be told from one that waits for admission
-    (``blocked_by``).
+    (``blocked_by``). ``texts`` gives what people read in a table of samples: prompt and completions.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class RolloutWorker:
         term: int,
         version: int,
         heartbeat: Callable[[int, str], None],
+        texts: Texts | None = None,
     ) -> None:
         self._requester = SampleRequester(engines, settings.request, recorder)
         self._prompts = prompts
@@ -110,6 +113,7 @@ class RolloutWorker:
         self._term = term
         self._first_version = version
         self._heartbeat = heartbeat
+        self._texts = _no_texts if texts is None else texts
         self._changed = asyncio.Event()
         self._stopping = False
         self._number = 0
@@ -229,6 +233,7 @@ class RolloutWorker:
         self._recorder.emit(GroupScored(term=self._term, group=group.group_id, rewards=totals))
         if all(total is None for total in totals):
             raise SampleLost("reward_failed", "every reward function returned None for every sample")
+        prompt_text, texts = self._texts(group.row, [item.token_ids for item in completions])
         samples = tuple(
             RolloutSample(
                 sample_id=sample_id,
@@ -241,9 +246,11 @@ class RolloutWorker:
                 finish_reason=completion.finish_reason,
                 spans=completion.spans,
                 rewards=each,
+                prompt_text=prompt_text,
+                completion_text=text,
             )
-            for sample_id, completion, (total, each) in zip(
-                group.sample_ids, completions, scores, strict=True
+            for sample_id, completion, (total, each), text in zip(
+                group.sample_ids, completions, scores, texts, strict=True
             )
         )
         return RolloutGroup(
@@ -284,6 +291,10 @@ class RolloutWorker:
             self._recorder.emit(Heartbeat(member=self._recorder.actor, progress=progress))
             self._heartbeat(progress, self.blocked_by)
             await asyncio.sleep(self._settings.heartbeat_every_s)
+
+
+def _no_texts(row: JsonDict, completions: Sequence[tuple[int, ...]]) -> tuple[str, list[str]]:
+    return "", [""] * len(completions)
 
 
 def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:

@@ -183,6 +183,19 @@ class RewardFunctions:
         rows = list(zip(*columns, strict=True))
         return [(self._total(values), values) for values in rows]
 
+    def texts(self, row: JsonDict, completions: Sequence[tuple[int, ...]]) -> tuple[str, list[str]]:
+        """The prompt, and the completions as reward functions see them, for people to read."""
+        prompt = row["prompt"]
+        shown = (
+            "\n".join(f"{part['role']}: {part.get('content')}" for part in prompt)
+            if is_chat(prompt)
+            else prompt
+        )
+        return str(shown), self._decode(completions)
+
+    def _decode(self, completions: Sequence[tuple[int, ...]]) -> list[str]:
+        return [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions]
+
     def _total(self, values: tuple[float | None, ...]) -> float | None:
         known = [
             weight * value for weight, value in zip(self.weights, values, strict=True) if value is not None
@@ -191,7 +204,7 @@ class RewardFunctions:
 
     def _arguments(self, row: JsonDict, completions: Sequence[tuple[int, ...]]) -> JsonDict:
         count = len(completions)
-        texts = [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions]
+        texts = self._decode(completions)
         chat = is_chat(row["prompt"])
         columns = {name: [value] * count for name, value in row.items() if name != "prompt"}
         return columns | {

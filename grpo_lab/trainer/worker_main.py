@@ -114,6 +114,9 @@ async def _main(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int
 async def _serve(reader: asyncio.StreamReader, send: _Sender, spec: WorkerSpec, recorder: Recorder) -> None:
     engines = await connect_engines(spec.engine_urls, recorder, spec.engine_wait_s)
     sample_queue = ChannelQueue(spec.queue_capacity, send, recorder)
+    rewards = RewardFunctions(
+        spec.reward_funcs, spec.tokenizer, weights=spec.reward_weights, timeout_s=spec.reward_timeout_s
+    )
     worker = RolloutWorker(
         engines,
         PromptSequence(
@@ -124,18 +127,14 @@ async def _serve(reader: asyncio.StreamReader, send: _Sender, spec: WorkerSpec, 
             spec.chat_template_kwargs,
             spec.max_prompt_tokens,
         ),
-        RewardFunctions(
-            spec.reward_funcs,
-            spec.tokenizer,
-            weights=spec.reward_weights,
-            timeout_s=spec.reward_timeout_s,
-        ),
+        rewards,
         sample_queue,
         recorder,
         spec.settings,
         term=spec.term,
         version=spec.version,
         heartbeat=lambda progress, blocked_by: send("beat", (progress, blocked_by)),
+        texts=rewards.texts,
     )
     try:
         async with Nursery("worker process", timeout_s=float("inf")) as nursery:

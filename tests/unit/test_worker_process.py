@@ -61,6 +61,8 @@ def test_groups_arrive_whole_and_stop_ends_every_sample(tmp_path):
         sample = groups[0].samples[0]
         assert (sample.completion_token_ids, sample.behaviour_logprobs) == ((5, 6, 7), (-0.5,) * 3)
         assert (sample.version_first, sample.reward, sample.rewards) == (1, 1.0, (1.0,))
+        assert sample.prompt_text.startswith("prompt ")
+        assert sample.completion_text == "5 6 7"
         with pytest.raises(WorkerError, match="started before"):
             worker.start()
     assert kinds(recorder) == ["member_started", "member_stopped"]
