@@ -82,3 +82,14 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(good(), tmp_path / "run")
     assert main(["check", str(run), "--json", str(tmp_path / "no" / "where.json")]) == 2
     assert "--json" in capsys.readouterr().err
+
+
+def test_every_rule_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    missing = [rule.id for rule in ALL_RULES if f"**{rule.id}. " not in text]
+    assert missing == []
+    for rule in ALL_RULES:
+        section = text.split(f"**{rule.id}. ")[1].split("\n**")[0]
+        shared = {"liveness_bound_s"} if rule.id.startswith("L") else set()
+        unnamed = [name for name in rule.parameters if name not in section and name not in shared]
+        assert unnamed == [], f"docs/rules.md does not say that {rule.id} needs {unnamed}"
