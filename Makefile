@@ -4,13 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: venv demo test lint clean bench
+.PHONY: help venv demo test lint nightly clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' Makefile make/*.mk | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml constraints.txt setup.py CMakeLists.txt $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt setup.py CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch $(STAMP)
@@ -28,5 +28,10 @@ lint: venv  ## ruff, formatting, types
 test: lint  ## lint and all tests that need no extra service
 	$(BIN)/python -m pytest -m "not nightly"
 
+nightly: venv  ## the long searches too
+	$(BIN)/python -m pytest
+
+include make/*.mk
+
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache grpo_lab/packing/*.so
+	rm -rf $(VENV) build build-* dist *.egg-info .pytest_cache .mypy_cache .ruff_cache grpo_lab/packing/*.so
