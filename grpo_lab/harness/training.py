@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -106,6 +107,7 @@ def train(
 ) -> Learned:
     """Evaluates, trains, evaluates and saves the model to ``checkpoint/``. Raises what training raised."""
     torch.set_num_threads(recipe.trainer_threads)
+    transformers.utils.logging.disable_progress_bar()  # it would break into ours
     dataset = load_training_data(recipe)
     trainer = AsyncGRPOTrainer(
         str(model),
