@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -56,6 +55,8 @@ def _system() -> Finding:
 
 
 def _torch() -> Finding:
+    import torch  # noqa: PLC0415 - slow to import
+
     return Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
 
 
@@ -69,6 +70,8 @@ def _packing() -> Finding:
 
 
 def _cuda() -> Finding:
+    import torch  # noqa: PLC0415
+
     if torch.cuda.is_available():
         return Finding("CUDA", True, torch.cuda.get_device_name(0))
     compiler = shutil.which("nvcc")
@@ -77,12 +80,16 @@ def _cuda() -> Finding:
 
 
 def _nccl() -> Finding:
+    import torch  # noqa: PLC0415
+
     here = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     words = "in torch" if here else "this torch is built without it"
     return Finding("NCCL", True if here else None, words, "broadcast between GPUs")
 
 
 def _gloo() -> Finding:
+    import torch  # noqa: PLC0415
+
     here = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     words = "in torch" if here else "this torch is built without it"
     return Finding("gloo", here, words, "transport gloo and several trainer ranks")
