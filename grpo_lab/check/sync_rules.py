@@ -31,7 +31,8 @@ _AT_REST = ("running", "fenced", "disconnected")  # coordinator states outside a
 
 class CommitNeedsTheView(Rule):
     """A commit names the members of the current view; each has loaded the version (as its own events say,
-    where it has any) and proved it. An engine that is not named serves nothing until it restarts.
+    where it has any) and proved it. An engine that is not named serves nothing until it restarts. Where no
+    proof is ever told of, an engine that was not declared (another trainer's log) cannot be judged.
     """
 
     id = "S11"
@@ -45,6 +46,7 @@ class CommitNeedsTheView(Rule):
         self._outside: dict[str, str] = {}  # engine that was once in a view -> commit that left it out
         self._fenced: dict[str, str] = {}
         self._met: set[str] = set()
+        self._proofs_told = False
 
     @on(ViewChanged)
     def view_changed(self, record: Record) -> None:
@@ -59,6 +61,12 @@ class CommitNeedsTheView(Rule):
         self._fenced.clear()
         self._outside.clear()
 
+    @on(SyncBegan)
+    def sync_began(self, record: Record) -> None:
+        # An earlier sync that was given up may have had the same version, with other weights.
+        self._loaded.clear()
+        self._proved.clear()
+
     @on(WeightsLoaded)
     def loaded(self, record: Record) -> None:
         event = record.event
@@ -69,6 +77,7 @@ class CommitNeedsTheView(Rule):
     def proved(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineProved)
+        self._proofs_told = True
         self._proved[event.engine] = ((event.term, event.version), event.outcome, record.id)
 
     @on(VersionCommitted)
@@ -132,6 +141,8 @@ class CommitNeedsTheView(Rule):
                 what = f"which has loaded {weights_name(held)}"
                 self.violate(f"{name} was committed with {engine}, {what}", record, *proofs)
                 return
+        if not self._proofs_told and engine not in self.context.declared.capabilities:
+            return
         proved, outcome, *proofs = self._proved.get(engine, (None, ""))
         if proved != weights or outcome == "fails":
             what = "its proof failed" if proved == weights else f"it has proved {weights_name(proved)}"
@@ -222,7 +233,7 @@ class OneSyncInFlight(Rule):
 
 class AbortLeavesPreviousVersion(Rule):
     """After a failure an engine that serves holds the previous version, whole. A torn one serves nothing
-    until a whole version is activated; nobody serves a version whose sync was given up.
+    until a whole version is written and activated; nobody serves a version whose sync was given up.
     """
 
     id = "S15"
@@ -233,6 +244,7 @@ class AbortLeavesPreviousVersion(Rule):
         super().__init__(context)
         self._active: dict[str, tuple[Weights, str]] = {}
         self._torn: dict[str, tuple[str, str]] = {}  # engine -> what was left half-done, event
+        self._half_written: set[str] = set()  # of those: no whole write has followed
         self._aborted: tuple[Weights, str] | None = None
         self._to_judge: set[str] = set()  # engines that have not served since the abort
         self._fenced: set[str] = set()
@@ -242,7 +254,7 @@ class AbortLeavesPreviousVersion(Rule):
         event = record.event
         assert isinstance(event, WeightsActivated)
         self._active[event.engine] = ((event.term, event.version), record.id)
-        if self._torn.pop(event.engine, None) is not None:
+        if event.engine not in self._half_written and self._torn.pop(event.engine, None) is not None:
             self.count()
 
     @on(UpdateFailed)
@@ -260,6 +272,9 @@ class AbortLeavesPreviousVersion(Rule):
         if not event.complete:
             name = weights_name((event.term, event.version))
             self._torn[event.engine] = (f"the write of {name} ended incomplete", record.id)
+            self._half_written.add(event.engine)
+        else:
+            self._half_written.discard(event.engine)
 
     @on(SyncAborted)
     def aborted(self, record: Record) -> None:
@@ -291,6 +306,7 @@ class AbortLeavesPreviousVersion(Rule):
         assert isinstance(event, (MemberDied, MemberStarted))
         self._active.pop(event.member, None)
         self._torn.pop(event.member, None)
+        self._half_written.discard(event.member)
         self._to_judge.discard(event.member)
         self._fenced.discard(event.member)
 

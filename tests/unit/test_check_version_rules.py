@@ -360,6 +360,27 @@ def test_s11_a_commit_lacks_a_member(what: str) -> None:
         assert (trace.violated(), trace.evaluated("S11")) == (set(), 1)
 
 
+@pytest.mark.parametrize("loads_again", [True, False])
+def test_s11_what_an_aborted_sync_loaded_does_not_count(loads_again: bool) -> None:
+    trace = SyncTrace()
+    trace.sync(1)
+    trace.begin(2)
+    trace.pause("engine-0", 2)
+    trace.transfer(2)
+    trace.abort(2)
+    trace.begin(2)
+    trace.pack(2)
+    trace.publish(2)
+    trace.attempt = 2
+    if loads_again:
+        trace.update("engine-0", 2)
+    trace.prove("engine-0", 2)
+    trace.commit(2)
+    trace.resume("engine-0", 2)
+    trace.end(2)
+    assert trace.violated() == (set() if loads_again else {"S11"})
+
+
 @pytest.mark.parametrize("fenced", [True, False])
 def test_s11_who_is_left_out_serves(fenced: bool) -> None:
     trace = SyncTrace(TWO)
