@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_lab.check.history import read_parts
 from grpo_lab.check.result import CheckResult, RuleResult, Violation
@@ -26,6 +27,7 @@ class Checker:
         self._handlers: dict[type[Event], list[tuple[Rule, Callable[[Record], None]]]] = defaultdict(list)
         self._records = 0
         self._last: Record | None = None
+        self._capabilities: dict[str, dict[str, Any]] = {}
 
     def feed(self, record: Record) -> list[Violation]:
         """Reads one record. Returns the violations that it made visible."""
@@ -50,12 +52,18 @@ class Checker:
             rule.finish(self._last)
             results.append(rule.result())
         order = {rule.id: place for place, rule in enumerate(self._rule_types)}
-        return CheckResult(tuple(sorted(results, key=lambda item: order[item.id])), self._records)
+        ordered = tuple(sorted(results, key=lambda item: order[item.id]))
+        strengths = {
+            rule.id: {engine: rule.strength(can) for engine, can in sorted(self._capabilities.items())}
+            for rule in self._rule_types
+        }
+        return CheckResult(ordered, self._records, strengths)
 
     def _start(self, first: Record | None) -> None:
         declared = (
             first.event if first is not None and isinstance(first.event, RunDeclared) else RunDeclared()
         )
+        self._capabilities = declared.capabilities
         context = Context(declared)
         self._rules = []
         for rule_type in self._rule_types:

@@ -16,13 +16,17 @@ from grpo_lab.events import (
     RunEnded,
     SampleCompleted,
     SampleDispatched,
+    TermBegan,
 )
 
 _RECENTLY_ENDED = 4096  # kept only to name the first end of a sample that ends twice
 
 
 class SamplesConserved(Rule):
-    """One completion is the unit. A trace that stops without ``RunEnded`` leaves its rest in flight."""
+    """One completion is the unit. A trace that stops without ``RunEnded`` leaves its rest in flight. Where no
+    dispatch or admission is ever told of (another trainer's log, an injected worker), a trainer's word that a
+    group ended cannot be judged.
+    """
 
     id = "S20"
     words = (
@@ -33,19 +37,27 @@ class SamplesConserved(Rule):
         super().__init__(context)
         self._open: dict[str, str] = {}  # sample -> event that began it
         self._ended: dict[str, str] = {}  # group -> event that ended it
+        self._tells_of_dispatch = False
+        self._trainers: set[str] = set()
         self._run_ended: Record | None = None
 
     @on(GroupAdmitted)
     def admitted(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, GroupAdmitted)
+        self._tells_of_dispatch = True
         for sample in event.samples:
             self._open[sample] = record.id
+
+    @on(TermBegan)
+    def term_began(self, record: Record) -> None:
+        self._trainers.add(record.actor)
 
     @on(SampleDispatched)
     def dispatched(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, SampleDispatched)
+        self._tells_of_dispatch = True
         if event.sample in self._open:
             return
         if event.group in self._ended:
@@ -64,6 +76,8 @@ class SamplesConserved(Rule):
         how = "consumed" if isinstance(event, GroupConsumed) else f"dropped ({event.reason})"
         if how == "dropped ()":
             self.violate(f"group {event.group} was dropped without a reason", record)
+        if not self._tells_of_dispatch and (how == "consumed" or record.actor in self._trainers):
+            return
         unknown = [sample for sample in event.samples if self._open.pop(sample, None) is None]
         self.count(len(event.samples))
         if unknown and event.group in self._ended:

@@ -65,8 +65,9 @@ class LivenessRule(Rule):
         if self._open.pop(key, None) is not None and self.calm:
             self.count()
 
-    def waive(self, matches: Callable[[Hashable], bool]) -> None:
-        """Obligations that nobody can meet any more."""
+    def waive(self, matches: Callable[[Hashable], bool], record: Record) -> None:
+        """Obligations that nobody can meet from ``record`` on; those that were overdue by then stay so."""
+        self.expire(record.t)
         for key in [key for key in self._open if matches(key)]:
             del self._open[key]
 

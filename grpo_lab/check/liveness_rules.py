@@ -46,7 +46,7 @@ class NewestVersionReached(LivenessRule):
 
     @on(TermBegan)
     def term_began(self, record: Record) -> None:
-        self.waive(lambda key: True)
+        self.waive(lambda key: True, record)
 
     @on(SyncBegan)
     def sync_began(self, record: Record) -> None:
@@ -83,13 +83,13 @@ class NewestVersionReached(LivenessRule):
         event = record.event
         assert isinstance(event, MemberDied | MemberStopped)
         self._active.pop(event.member, None)
-        self.waive(lambda key: key == ("activate", event.member))
+        self.waive(lambda key: key == ("activate", event.member), record)
 
     @on(EngineFenced)
     def fenced(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineFenced)
-        self.waive(lambda key: key == ("activate", event.engine))
+        self.waive(lambda key: key == ("activate", event.engine), record)
 
 
 class NoEngineStaysPaused(LivenessRule):
@@ -113,7 +113,9 @@ class NoEngineStaysPaused(LivenessRule):
     def gone(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineFenced | MemberDied | MemberStopped | MemberStarted)
-        self.waive(lambda key: key == (event.engine if isinstance(event, EngineFenced) else event.member))
+        self.waive(
+            lambda key: key == (event.engine if isinstance(event, EngineFenced) else event.member), record
+        )
 
 
 class SyncEnds(LivenessRule):
@@ -301,7 +303,7 @@ class NewEngineServes(LivenessRule):
         event = record.event
         assert isinstance(event, MemberDied | MemberStopped)
         self._waiting.pop(event.member, None)
-        self.waive(lambda key: key == event.member)
+        self.waive(lambda key: key == event.member, record)
 
 
 class FailureReachesEveryRank(LivenessRule):

@@ -61,7 +61,7 @@ class TrainerFed(LivenessRule):
 
     @on(TermBegan)
     def term_began(self, record: Record) -> None:
-        self.waive(lambda key: True)
+        self.waive(lambda key: True, record)
 
     @on(MemberStarted)
     def started(self, record: Record) -> None:
@@ -77,7 +77,7 @@ class TrainerFed(LivenessRule):
         self.expire(record.t)
         self._alive.discard(event.engine if isinstance(event, EngineFenced) else event.member)
         if not self._alive:
-            self.waive(lambda key: True)
+            self.waive(lambda key: True, record)
 
 
 class RequestsEnd(LivenessRule):
@@ -129,7 +129,7 @@ class RequestsEnd(LivenessRule):
         event = record.event
         assert isinstance(event, MemberDied | MemberStopped | MemberStarted)
         self._fenced.discard(event.member)
-        self.waive(lambda key: isinstance(key, tuple) and key[0] == event.member)
+        self.waive(lambda key: isinstance(key, tuple) and key[0] == event.member, record)
 
     @on(EngineFenced)
     def fenced(self, record: Record) -> None:
@@ -137,11 +137,11 @@ class RequestsEnd(LivenessRule):
         event = record.event
         assert isinstance(event, EngineFenced)
         self._fenced.add(event.engine)
-        self.waive(lambda key: isinstance(key, tuple) and key[0] == event.engine)
+        self.waive(lambda key: isinstance(key, tuple) and key[0] == event.engine, record)
 
     @on(TermBegan)
     def term_began(self, record: Record) -> None:
-        self.waive(lambda key: isinstance(key, tuple) and key[0] == "sample")
+        self.waive(lambda key: isinstance(key, tuple) and key[0] == "sample", record)
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class PromptsSettled(LivenessRule):
 
     @on(TermBegan)
     def term_began(self, record: Record) -> None:
-        self.waive(lambda key: True)
+        self.waive(lambda key: True, record)
         self._under_way.clear()
         self._queued.clear()
         self._stale_drops.clear()

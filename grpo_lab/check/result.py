@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["passed", "violated", "vacuous", "not evaluable", "n.a."]
@@ -37,10 +37,11 @@ class RuleResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """``records`` counts what was read."""
+    """``records`` counts what was read. ``strengths`` maps rule -> engine -> what ``Rule.strength`` says."""
 
     rules: tuple[RuleResult, ...]
     records: int
+    strengths: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def violations(self) -> int:
@@ -50,6 +51,16 @@ class CheckResult:
     def evaluated(self) -> Mapping[str, int]:
         """Rule -> count, of the rules that were evaluated at all."""
         return {rule.id: rule.evaluations for rule in self.rules if rule.evaluations}
+
+    @property
+    def violated(self) -> tuple[str, ...]:
+        """Ids of the rules that were broken."""
+        return tuple(rule.id for rule in self.rules if rule.violation_count)
+
+    @property
+    def not_applicable(self) -> tuple[str, ...]:
+        """Ids of the rules about which this trace can say nothing, whatever happened."""
+        return tuple(rule.id for rule in self.rules if rule.status in ("n.a.", "not evaluable"))
 
     def of(self, rule_id: str) -> RuleResult:
         """Raises ``KeyError`` for an unknown rule."""
@@ -62,7 +73,11 @@ class CheckResult:
         """The form of ``check.json``."""
         return {
             "violations": self.violations,
+            "violated": list(self.violated),
             "records": self.records,
+            "rules_evaluated": dict(self.evaluated),
+            "rules_not_applicable": list(self.not_applicable),
+            "capabilities": {rule: dict(engines) for rule, engines in self.strengths.items()},
             "rules": [
                 {
                     "id": rule.id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -53,13 +53,15 @@ class Rule:
         id: S1 ... S32, L1 ... L10, H1, D1 ... D5.
         words: the rule in one sentence.
         parameters: names that ``RunDeclared.parameters`` must have, or the rule is not evaluable.
-        capability: without it the rule is weaker for an engine; not applicable where none has it.
+        capability: an engine without it gives less evidence, or none.
+        weaker: what the rule still checks for such an engine; "" if nothing.
     """
 
     id: ClassVar[str]
     words: ClassVar[str]
     parameters: ClassVar[tuple[str, ...]] = ()
     capability: ClassVar[str] = ""
+    weaker: ClassVar[str] = ""
     _handlers: ClassVar[dict[type[Event], str]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -100,17 +102,25 @@ class Rule:
         """Kept violations beyond the first ``already``."""
         return self._violations[already:]
 
+    @classmethod
+    def strength(cls, abilities: Mapping[str, Any]) -> str:
+        """How far the rule goes for an engine with these capabilities: full, "weaker: ..." or "n.a.: ..."."""
+        if not cls.capability or abilities.get(cls.capability):
+            return "full"
+        return f"weaker: {cls.weaker}" if cls.weaker else f"n.a.: no {cls.capability}"
+
     def result(self) -> RuleResult:
         note = ""
         status: Status = "passed"
-        if self.capability and (weaker := self.context.engines_without(self.capability)):
-            note = f"weaker for {', '.join(weaker)}: no {self.capability}"
-            if len(weaker) == len(self.context.declared.capabilities):
-                status = "n.a."
+        lacking = self.context.engines_without(self.capability) if self.capability else ()
+        if lacking:
+            strength = self.strength({})
+            note = f"{strength} (for {', '.join(lacking)})"
         if self.violation_count:
             status = "violated"
-        elif self.evaluations == 0 and status == "passed":
-            status = "vacuous"
+        elif self.evaluations == 0:
+            nobody = len(lacking) == len(self.context.declared.capabilities)
+            status = "n.a." if lacking and nobody and not self.weaker else "vacuous"
         return RuleResult(
             self.id,
             self.words,

@@ -65,6 +65,7 @@ class TokensNameTheirVersion(Rule):
     id = "S4"
     words = "a token's version is the one that its engine had active at that step"
     capability = "events"
+    weaker = "between the version known at dispatch and the newest published one"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

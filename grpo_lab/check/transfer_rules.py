@@ -11,10 +11,14 @@ from grpo_lab.check.source_rules import SOURCE_RULES
 from grpo_lab.events import (
     BucketReceived,
     EngineAcknowledged,
+    GroupConsumed,
+    GroupDropped,
     HandshakeCompared,
     MemberDied,
     MemberStarted,
     Record,
+    SampleCompleted,
+    SampleDispatched,
     UpdateStarted,
     WeightsLoaded,
     WeightsPublished,
@@ -193,15 +197,49 @@ def _problems(arrival: _Arrival, identity: Identity, sizes: tuple[int, ...]) -> 
 
 
 class AppliedOnce(Rule):
-    """The identity of a sync names one application on an engine, however often its client asks."""
+    """The identity of a sync names one application on an engine, and a sample has one completion, however
+    often their clients ask. Counts only where one was asked for again.
+    """
 
     id = "S14"
     words = "a retried request applies at most once"
     capability = "events"
+    weaker = "completions only"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._applied: dict[str, dict[Identity, str]] = {}
+        self._asked: dict[str, dict[str, int]] = {}  # group -> sample -> times it was sent
+        self._completed: dict[str, dict[str, str]] = {}  # group -> sample -> event
+
+    @on(SampleDispatched)
+    def dispatched(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, SampleDispatched)
+        asked = self._asked.setdefault(event.group, {})
+        asked[event.sample] = asked.get(event.sample, 0) + 1
+
+    @on(SampleCompleted)
+    def completed(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, SampleCompleted)
+        completed = self._completed.setdefault(event.group, {})
+        if self._asked.get(event.group, {}).get(event.sample, 0) > 1:
+            self.count()
+        if event.sample in completed:
+            self.violate(
+                f"sample {event.sample} was completed twice, now by {event.engine}",
+                record,
+                completed[event.sample],
+            )
+        completed[event.sample] = record.id
+
+    @on(GroupConsumed, GroupDropped)
+    def group_ended(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, GroupConsumed | GroupDropped)
+        self._asked.pop(event.group, None)
+        self._completed.pop(event.group, None)
 
     @on(WeightsLoaded)
     def loaded(self, record: Record) -> None:

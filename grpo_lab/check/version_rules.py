@@ -115,6 +115,7 @@ class ActiveVersionNeverFalls(Rule):
         "an engine's active version never falls, and a restarted engine serves nothing until it is activated"
     )
     capability = "events"
+    weaker = "by what was proved of it and completed by it"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
