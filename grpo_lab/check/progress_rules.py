@@ -154,8 +154,8 @@ class _Prompt:
 class PromptsSettled(LivenessRule):
     """A queued group is due after ``queue_capacity / groups_per_step`` steps for those before it, and
     ``(max_staleness + 2) weight_sync_steps`` until it is used or too old; then one for good measure. So a
-    slow trainer breaks nothing. As many stale drops in a row as fill those steps, with nothing consumed in
-    between, are a livelock.
+    slow trainer breaks nothing. Versions move only with training: more stale drops in a row than groups
+    can have been under way, with nothing trained on in between, are a livelock.
     """
 
     id = "L8"
@@ -168,14 +168,18 @@ class PromptsSettled(LivenessRule):
         "weight_sync_steps",
         "queue_capacity",
         "groups_per_step",
+        "max_inflight_tasks",
+        "num_generations",
     )
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         per_step = context.parameter("groups_per_step")
         until_stale = (context.parameter("max_staleness") + 2) * context.parameter("weight_sync_steps")
-        self._due_steps: int = -(-context.parameter("queue_capacity") // per_step) + until_stale + 1
-        self._many_drops: int = self._due_steps * per_step
+        capacity: int = context.parameter("queue_capacity")
+        in_flight = context.parameter("max_inflight_tasks") // context.parameter("num_generations")
+        self._due_steps: int = -(-capacity // per_step) + until_stale + 1
+        self._under_way_at_most: int = capacity + in_flight + per_step
         self._steps = 0
         self._calm_since_step = 0
         self._under_way: dict[str, _Prompt] = {}
@@ -240,7 +244,7 @@ class PromptsSettled(LivenessRule):
     def _stale_drop(self, event: GroupDropped, record: Record) -> None:
         self.count()
         self._stale_drops.append(record.id)
-        if len(self._stale_drops) >= self._many_drops:
+        if len(self._stale_drops) > self._under_way_at_most:
             self.violate(
                 f"{len(self._stale_drops)} groups in a row, up to {event.group}, were dropped as stale and "
                 "none was trained on: nothing that is generated is ever fresh enough",

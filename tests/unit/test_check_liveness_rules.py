@@ -222,11 +222,12 @@ def test_l8_a_group_is_neither_trained_on_nor_dropped() -> None:
 
 
 def test_l8_everything_is_stale_for_ever() -> None:
+    """Four in the queue, four in flight and one with the trainer can have been too old; the tenth cannot."""
     made = RolloutTrace().begin().commit(1, step=0)
-    for number in range(7):
+    for number in range(9):
         made.admit(number, 1).drop(number, "stale")
     assert made.violated() == set()
-    assert made.admit(7, 1).drop(7, "stale").violated() == {"L8"}
+    assert made.admit(9, 1).drop(9, "stale").violated() == {"L8"}
 
 
 def test_l8_a_reward_that_never_comes() -> None:
