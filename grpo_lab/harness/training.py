@@ -107,7 +107,8 @@ def train(
 ) -> Learned:
     """Evaluates, trains, evaluates and saves the model to ``checkpoint/``. Raises what training raised."""
     torch.set_num_threads(recipe.trainer_threads)
-    transformers.utils.logging.disable_progress_bar()  # it would break into ours
+    # It would break into ours.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dataset = load_training_data(recipe)
     trainer = AsyncGRPOTrainer(
         str(model),
