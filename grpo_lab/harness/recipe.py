@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from grpo_lab.errors import ConfigError
 
@@ -124,15 +123,10 @@ class Recipe:
     """Where run directories are made."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
+        for name, hint in _HINTS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(name, value, f"a number from {low} to {high}")
-            if not low <= value <= high:
-                raise ConfigError(name, value, f"a number from {low} to {high}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(name, getattr(self, name), f"one of {', '.join(choices)}")
+            if not _fits(value, hint) or not _in_range(name, value):
+                raise ConfigError(name, value, _expected(name, hint))
         if not self.name or any(character in self.name for character in "/\\\0") or self.name[0] == ".":
             raise ConfigError("name", self.name, "a plain directory name")
         if self.engine not in ("sim", "vllm") and not self.engine.startswith(("http://", "https://")):
@@ -168,6 +162,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "max_completion_length": (0, 10**6),
     "token_budget": (2, 10**9),
     "max_staleness": (0, 10**6),
+    "max_staleness_steps": (0, 10**6),
     "window": (1, 10**6),
     "weight_sync_steps": (1, 10**6),
     "max_inflight": (2, 10**6),
@@ -184,11 +179,40 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "save_steps": (0, 10**9),
     "seed": (0, 2**32 - 1),
 }
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    name: get_args(hint)
-    for name, hint in get_type_hints(Recipe).items()
-    if get_args(hint) and all(isinstance(choice, str) for choice in get_args(hint))
+_HINTS: Mapping[str, Any] = get_type_hints(Recipe)
+_WORDS: Mapping[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    int | None: "nothing, or an integer",
 }
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's type; a bool is no number."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def _in_range(name: str, value: Any) -> bool:
+    """NaN is in no range."""
+    if value is None or name not in _RANGES:
+        return True
+    low, high = _RANGES[name]
+    return bool(low <= value <= high)
+
+
+def _expected(name: str, hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    low, high = _RANGES.get(name, (None, None))
+    return _WORDS[hint] if low is None else f"{_WORDS[hint]} from {low} to {high}"
+
 
 RECIPES: Mapping[str, tuple[str, Recipe]] = {
     "quickstart": ("sort digits by asynchronous GRPO, two minutes on two cores", Recipe()),
@@ -210,50 +234,53 @@ RECIPES: Mapping[str, tuple[str, Recipe]] = {
 def load_recipe(name_or_file: str) -> Recipe:
     """A recipe by name, or from a TOML file whose keys are ``Recipe``'s fields.
 
-    A file may start from a named recipe with ``base = "quickstart"``. Raises ``ConfigError`` for an unknown
-    recipe or field, and says which are close.
+    A file starts from another recipe with ``base = "quickstart"``, or from a file beside it with
+    ``base = "common.toml"``.
+
+    Raises:
+        ConfigError: an unknown recipe or field, with the one that is close; a file that cannot be read, is
+            not TOML, or is its own base; a value that cannot work.
     """
+    return _load(name_or_file, ())
+
+
+def _load(name_or_file: str, above: tuple[Path, ...]) -> Recipe:
+    """``above`` are the files that led here, each by its ``base``."""
     if name_or_file in RECIPES:
         return RECIPES[name_or_file][1]
-    path = Path(name_or_file)
+    path = above[-1].parent / name_or_file if above else Path(name_or_file)
     if path.suffix != ".toml":
         raise ConfigError(
-            "recipe",
+            "base" if above else "recipe",
             name_or_file,
             f"one of {', '.join(RECIPES)}, or a .toml file{_close(name_or_file, RECIPES)}",
         )
+    values = _read_toml(path)
+    if path.resolve() in [one.resolve() for one in above]:
+        raise ConfigError("base", name_or_file, f"another recipe: {path} would be its own base")
+    base = values.pop("base", "quickstart")
+    if not isinstance(base, str):
+        raise ConfigError("base", base, "the name of a recipe or of a .toml file, in quotes")
+    return recipe_with({"name": path.stem, **values}, _load(base, (*above, path)))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("recipe", name_or_file, f"a readable file ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("recipe", name_or_file, f"valid TOML ({error})") from error
-    base = load_recipe(str(values.pop("base", "quickstart")))
-    return recipe_with({"name": path.stem, **values}, base)
+        raise ConfigError("recipe", str(path), f"a readable file ({error.strerror})") from error
+    except ValueError as error:  # also a name with a NUL, text that is not UTF-8, and TOML's own
+        raise ConfigError("recipe", str(path), f"valid TOML ({error})") from error
 
 
 def recipe_with(values: Mapping[str, Any], base: Recipe) -> Recipe:
     """``base`` with other values; each must be a field and of its type."""
-    hints = get_type_hints(Recipe)
     for name, value in values.items():
-        if name not in hints:
-            raise ConfigError(
-                name, value, f"a field of Recipe{_close(name, hints)}", "See grpo-lab run --help"
-            )
-        _check_type(name, value, getattr(base, name))
-    converted: dict[str, Any] = {k: Path(v) if k == "out" else v for k, v in values.items()}
-    return dataclasses.replace(base, **converted)
-
-
-def _check_type(name: str, value: Any, like: Any) -> None:
-    if like is None:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(name, value, "an integer")
-        return
-    kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
-    allowed = kinds.get(type(like), (str, Path))
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise ConfigError(name, value, f"a value of type {type(like).__name__}")
+        if name not in _HINTS:
+            expected = f"a field of Recipe{_close(name, _HINTS)}"
+            raise ConfigError(name, value, expected, "See grpo-lab run --help")
+    paths = {name: Path(value) for name, value in values.items() if name == "out" and isinstance(value, str)}
+    return dataclasses.replace(base, **{**values, **paths})
 
 
 def _close(name: str, names: Mapping[str, Any]) -> str:

@@ -71,14 +71,22 @@ def make_run_dir(out: Path, name: str) -> RunDir:
         run = RunDir(path)
         run.events.mkdir()
         run.logs.mkdir()
-        link = out / f".latest.{os.getpid()}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        link.replace(out / "latest")
+        _point(out / "latest", path.name)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError("out", str(out), f"a directory that can be written to ({reason})") from error
     return run
+
+
+def _point(link: Path, target: str) -> None:
+    """Makes or moves a symbolic link; a reader finds the old or the new one."""
+    partial = link.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(target)
+        partial.replace(link)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def environment() -> dict[str, Any]:
