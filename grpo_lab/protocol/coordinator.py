@@ -171,14 +171,18 @@ class Coordinator:
     # -- phases, on every rank -----------------------------------------------------------------------
 
     async def _begin(self, weights_changed: bool) -> None:
-        self._sync = SyncId(self._sync.term, self.committed + 1, 1)
+        # A version that an earlier sync gave up may be tried again with newer weights: another attempt
+        # number then, since engines take an identity that they know for done.
+        version = self.committed + 1
+        used = self._sync.attempt if self._sync.version == version else 0
+        self._sync = SyncId(self._sync.term, version, used + 1)
         await self._require_agreement("begin", await self._failure_of(self._delivery.begin_version()))
         if self.is_sender:
             self._recorder.emit(
                 SyncBegan(
                     term=self._sync.term,
                     version=self._sync.version,
-                    attempt=1,
+                    attempt=self._sync.attempt,
                     view=self._set.view_number,
                     members=self._set.names,
                     pause_mode=self._settings.pause_mode,
@@ -201,14 +205,15 @@ class Coordinator:
     async def _transfer(self) -> bool:
         """Attempts, always the same weights, until the whole view has proved them or none is left."""
         failure: GrpoLabError | None = None
-        for attempt in range(1, self._settings.attempts + 1):
+        first = self._sync.attempt
+        for attempt in range(first, first + self._settings.attempts):
             self._sync = SyncId(self._sync.term, self._sync.version, attempt)
             self._enter(SyncState.TRANSFERRING)
             failure = await self._failure_of(self._attempt())
             if await self._agree("transfer", failure):
                 self._enter(SyncState.LOADED)
                 return True
-            last = attempt == self._settings.attempts
+            last = attempt == first + self._settings.attempts - 1
             self._emit_aborted(str(failure or "another rank failed"), final=last)
             self._enter(SyncState.PAUSED)
             if last or not await self._agree("retry", await self._prepare_retry()):

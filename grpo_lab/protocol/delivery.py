@@ -22,8 +22,8 @@ class Delivery:
     """Moves the source's weights to every engine of the view, and knows which of them have loaded.
 
     ``started`` says whether the version under way has touched any engine. ``loaded`` holds the names of
-    the engines that acknowledged (or, after a lost reply, admitted to hold) it; any of them would serve
-    it once resumed. ``proved`` holds those of the newest attempt that also proved it.
+    the engines that may hold it: asked to finish, and not known to hold anything else; any of them could
+    serve it once resumed. ``proved`` holds those of the newest attempt that also proved it.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Delivery:
             await self._move(sync, times)
         with times.measure("load"):
             failures = await self._finish(sync)
-        failures += await self._prove(sync)
+        with times.measure("verify"):
+            failures += await self._prove(sync)
         if failures:
             raise failures[0]
 
@@ -181,27 +182,30 @@ class Delivery:
             yield bucket
 
     async def _finish(self, sync: SyncId) -> list[GrpoLabError]:
+        # From here on any of them may hold the version, also if its reply is lost or this is cancelled.
+        self.loaded.update(self._set.names)
         answers = await self._set.each(
             "finish", lambda engine: engine.finish_update(sync), self._limits.finish_s, sync
         )
         failures: list[GrpoLabError] = []
         for engine in self._set.view:
             error = answers.get(engine.name)
-            if error is None or await self._applied_after_all(engine, sync):
-                self.loaded.add(engine.name)
+            held = str(sync) if error is None else await self._held_by(engine)
+            if error is None or held == str(sync):
                 self.proved.add(engine.name)
-            else:
-                self.failures[engine.name] += 1
-                failures.append(error)
+                continue
+            self.failures[engine.name] += 1
+            failures.append(error)
+            if held is not None and not held.startswith(f"t{sync.term}.v{sync.version}."):
+                self.loaded.discard(engine.name)  # it says itself that it holds something else
         return failures
 
-    async def _applied_after_all(self, engine: Engine, sync: SyncId) -> bool:
-        """The reply to finish may have been lost: what the engine says it holds decides."""
+    async def _held_by(self, engine: Engine) -> str | None:
+        """What the engine says it holds; None when it does not say. Decides after a lost reply."""
         try:
-            info = await bounded(engine.weight_info(), self._limits.resume_s, f"weight_info of {engine.name}")
+            return await bounded(engine.weight_info(), self._limits.resume_s, f"weight_info of {engine.name}")
         except GrpoLabError:
-            return False
-        return info == str(sync)
+            return None
 
     async def _prove(self, sync: SyncId) -> list[GrpoLabError]:
         """Hash or structure for who has loaded, then the canary where it can be asked for now."""

@@ -240,3 +240,42 @@ def test_engines_that_still_start_are_waited_for():
         assert 3.0 <= context.now_s < 4.0
 
     run_simulation(main)
+
+
+def test_an_engine_whose_finish_is_in_doubt_is_fenced_by_an_abort():
+    """Applied, but neither the reply nor what it holds can be had: it must not serve the version."""
+
+    async def scenario(world: World):
+        await world.coordinator.sync()
+        world.step()
+        for engine in world.engines:
+            engine.faults.append(Fault("start_update", "refuse", times=99))
+        doubtful = world.engines[1]
+        doubtful.faults[:] = [
+            Fault("finish_update", "lose_reply", times=99),
+            Fault("weight_info", "refuse", times=99),
+        ]
+        for engine in (world.engines[0], world.engines[2]):
+            engine.faults[:] = [Fault("finish_update", "refuse", times=99)]
+        report = await world.coordinator.sync()
+        assert not report.committed
+        assert "engine-1" in world.coordinator.engines.fenced
+        assert doubtful.identity.startswith("t1.v2")
+        assert doubtful.paused
+
+    run(scenario, attempts=1)
+
+
+def test_an_attempt_number_is_never_used_for_other_weights():
+    async def scenario(world: World):
+        for engine in world.engines:
+            engine.faults.append(Fault("update", "refuse", times=99))
+        assert not (await world.coordinator.sync()).committed
+        world.step()
+        for engine in world.engines:
+            engine.faults.clear()
+        assert (await world.coordinator.sync()).version == 1
+        assert all(world.holds_current(engine) for engine in world.engines)
+
+    (committed,) = of(run(scenario), VersionCommitted)
+    assert committed.attempt > 3
