@@ -546,6 +546,7 @@ class World:
     def rounds(self, count: int, **first_sync: Any) -> None:
         """Groups, a step and a sync, ``count`` times; the first sync takes the options."""
         for number in range(count):
+            self.emit("worker", ev.Heartbeat(member="worker", progress=self.number))
             self.group()
             self.group()
             self.step()
