@@ -140,6 +140,8 @@ class TrainingTerm:
         """
         began = time.monotonic()
         deadline = began + self._args.starvation_timeout
+        if self._args.staleness_policy == "freshest":
+            self._take_what_is_there()
         most = self._buffer.have
         starved = False
         while (groups := self._buffer.assemble(self.version, self.optimizer_step)) is None:
@@ -163,6 +165,14 @@ class TrainingTerm:
             )
         )
         return groups, time.monotonic() - began
+
+    def _take_what_is_there(self) -> None:
+        """The freshest can only be chosen among the groups that are seen; how many stays bounded."""
+        try:
+            while self._buffer.have < self._args.queue_maxsize:
+                self._take(0.0)
+        except queue.Empty:
+            return
 
     def step_applied(self, groups: tuple[RolloutGroup, ...]) -> None:
         """The step that consumed ``groups`` changed the parameters: their prompts are done."""
