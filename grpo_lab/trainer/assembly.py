@@ -95,6 +95,7 @@ def make_worker_process(
         prompt_seed=args.sampling_seed,
         events_dir=args.events_dir,
         started_s=time.monotonic() - recorder.now_s,
+        cause=recorder.last_id,
         engine_wait_s=min(args.vllm_server_timeout, args.request_timeout),
     )
     return WorkerProcess(spec, recorder, args.heartbeat_stale_after_s)

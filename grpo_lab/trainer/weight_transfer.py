@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import psutil
 import torch
 
 from grpo_lab.errors import SyncError
+from grpo_lab.events import MemoryMeasured
 from grpo_lab.ports import Engine, Recorder
 from grpo_lab.protocol.canary import Canary
 from grpo_lab.protocol.coordinator import Coordinator, SyncReport, SyncSettings
@@ -111,6 +113,8 @@ class CoordinatedSync:
         """Raises ``SyncError`` when training cannot go on."""
         self._named_tensors = named_tensors
         report = self._call(lambda one: one.sync(optimizer_step))
+        resident_bytes = psutil.Process().memory_info().rss
+        self._recorder.emit(MemoryMeasured(member=self._recorder.actor, resident_bytes=resident_bytes))
         return SyncOutcome(report.version, report.committed, report.phases_s, report.phases_s["total"])
 
     def pause(self) -> None:

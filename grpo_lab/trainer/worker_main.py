@@ -34,7 +34,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Everything the worker needs, sent to it once. ``started_s`` is the run's start on this host's clock."""
+    """Everything the worker needs, sent to it once. ``started_s`` is the run's start on this host's clock,
+    ``cause`` the trainer's newest event before the worker's first.
+    """
 
     term: int
     version: int
@@ -54,6 +56,7 @@ class WorkerSpec:
     started_s: float
     engine_wait_s: float
     actor: str = "worker"
+    cause: str = ""
 
 
 def worker_main(end: socket.socket, packed_spec: bytes) -> None:
@@ -67,6 +70,7 @@ def worker_main(end: socket.socket, packed_spec: bytes) -> None:
     try:
         spec: WorkerSpec = pickle.loads(packed_spec)  # noqa: S301 - from the trainer that started us
         recorder = _make_recorder(spec)
+        recorder.observe(spec.cause)
     except Exception as error:
         words = f"the rollout worker could not start: {type(error).__name__}: {error}"
         end.sendall(encode(Message("failed", words)))
