@@ -44,5 +44,12 @@ class CMakeBuild(build_ext):
                 "nvcc was found, but the CUDA packer did not build; the CPU packer is complete without it"
             )
 
+    def copy_extensions_to_source(self) -> None:
+        """Editable installs copy declared extensions only; the CUDA object lies beside ours."""
+        super().copy_extensions_to_source()
+        cuda_object = Path("grpo_lab", "packing", "_packing_cuda.so")
+        if (built := Path(self.build_lib).resolve() / cuda_object).exists():
+            shutil.copy2(built, ROOT / cuda_object)
+
 
 setup(ext_modules=[Extension("grpo_lab.packing._packing", sources=[])], cmdclass={"build_ext": CMakeBuild})
