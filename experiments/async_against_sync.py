@@ -195,6 +195,7 @@ def main(
     """
     if repeats < 1:
         raise ConfigError("repeats", repeats, "at least 1")
+    dataclasses.replace(RECIPES[RECIPE][1], steps=steps, seed=seed)  # raises what the runs would
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)  # a bad place is told at once, not after an hour
     console, runs = Console(), list[Measured]()
