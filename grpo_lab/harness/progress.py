@@ -61,9 +61,9 @@ class RunProgress:
         elif took > 1.0:
             self._console.print(f"  done in {took:.1f} s")
 
-    def warmup(self, step: int, most_steps: int, accuracy: float | None) -> None:
+    def warmup(self, step: int, most_steps: int, pass_rate: float | None) -> None:
         """Progress of the tiny model's supervised phase."""
-        figures = "" if accuracy is None else f"development accuracy {accuracy:.2f}"
+        figures = "" if pass_rate is None else f"development pass rate {pass_rate:.2f}"
         self._show("warm-up", step, most_steps, figures, force=False)
 
     def step(self, step: int, figures: dict[str, float]) -> None:
