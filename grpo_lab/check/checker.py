@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.check.declaration import check_declaration
 from grpo_lab.check.history import read_parts
 from grpo_lab.check.result import CheckResult, RuleResult, Violation
 from grpo_lab.check.rule import Context, Rule, not_evaluable
@@ -30,7 +31,10 @@ class Checker:
         self._capabilities: dict[str, dict[str, Any]] = {}
 
     def feed(self, record: Record) -> list[Violation]:
-        """Reads one record. Returns the violations that it made visible."""
+        """Reads one record. Returns the violations that it made visible.
+
+        Raises ``TraceError`` for a declaration that no rule could work with.
+        """
         if self._rules is None:
             self._start(record)
         self._records += 1
@@ -63,11 +67,12 @@ class Checker:
         declared = (
             first.event if first is not None and isinstance(first.event, RunDeclared) else RunDeclared()
         )
+        check_declaration(declared)
         self._capabilities = declared.capabilities
         context = Context(declared)
         self._rules = []
         for rule_type in self._rule_types:
-            missing = [name for name in rule_type.parameters if name not in declared.parameters]
+            missing = [name for name in rule_type.parameters if declared.parameters.get(name) is None]
             if missing:
                 self._unable.append(not_evaluable(rule_type, missing))
                 continue

@@ -7,6 +7,7 @@ checkpoint goes back to its cut: the steps after it are discarded, and may be do
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from grpo_lab.check.rule import Context, Rule, on
 from grpo_lab.events import (
@@ -23,6 +24,7 @@ from grpo_lab.events import (
 
 _KEPT_CHECKPOINTS = 64
 _KEPT_DROPS = 10_000  # prompts below the low-water mark that a late cut may still lack
+_KEPT_PROMPTS = 1_000  # that one message counts
 _NOT_DONE = frozenset({"shutdown", "term_ended"})  # a resumed run takes these prompts up again
 
 
@@ -140,13 +142,15 @@ class _Prompts:
             self.dropped = {one for one in self.dropped if one >= self.low - _KEPT_DROPS}
 
     def not_covered_by(self, low: int, done: frozenset[int]) -> list[int]:
-        """Trained prompts that a cut does not list as done."""
-        between = (*range(low, self.low), *sorted(self.above))
-        return [one for one in between if one not in done and one >= low and one not in self.dropped]
+        """Trained prompts that a cut does not list as done, the first of them."""
+        between = chain(range(low, self.low), sorted(self.above))
+        forgotten = (one for one in between if one not in done and one >= low and one not in self.dropped)
+        return list(islice(forgotten, _KEPT_PROMPTS))
 
     def not_ended_of(self, low: int, done: frozenset[int]) -> list[int]:
-        """Prompts that a cut lists as done and that are not."""
-        return [one for one in (*range(self.low, low), *sorted(done)) if not self.ended(one)]
+        """Prompts that a cut lists as done and that are not, the first of them."""
+        listed = chain(range(self.low, low), sorted(done))
+        return list(islice((one for one in listed if not self.ended(one)), _KEPT_PROMPTS))
 
 
 class ResumeIsOneCut(Rule):

@@ -183,7 +183,7 @@ class RequestFinished(Event):
     request: str
     finish_reason: str
     tokens: int
-    spans: tuple[tuple[int, ...], ...] = ()
+    spans: tuple[tuple[int, int, int, int, int, int], ...] = ()
     recomputed_tokens: int = 0
     kv_version: int | None = None
     request_kind: str = "rollout"

@@ -80,17 +80,36 @@ def _conversion(annotation: Any) -> tuple[type, Convert]:
         plain, convert = _conversion(options[0])
         return plain, lambda value: None if value is None else convert(value)
     if origin is tuple:
-        plain, convert = _conversion(typing.get_args(annotation)[0])
-
-        def to_tuple(value: Any) -> tuple[Any, ...]:
-            if type(value) is not list:
-                raise TypeError
-            return tuple([item if type(item) is plain else convert(item) for item in value])
-
-        return tuple, to_tuple
+        return tuple, _tuple_conversion(typing.get_args(annotation))
     if origin is dict:
-        return dict, _refuse
+        return _dict_conversion(typing.get_args(annotation)[1])
     return annotation, _refuse
+
+
+def _tuple_conversion(items: tuple[Any, ...]) -> Convert:
+    """JSON has no tuples. ``tuple[int, ...]`` may be of any length, ``tuple[int, int]`` is of its own."""
+    plain, convert = _conversion(items[0])
+    length = None if Ellipsis in items else len(items)
+
+    def to_tuple(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or (length is not None and len(value) != length):
+            raise TypeError
+        return tuple([item if type(item) is plain else convert(item) for item in value])
+
+    return to_tuple
+
+
+def _dict_conversion(annotation: Any) -> tuple[type, Convert]:
+    if annotation is Any:
+        return dict, _refuse
+    plain, convert = _conversion(annotation)
+
+    def to_dict(value: Any) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise TypeError
+        return {key: item if type(item) is plain else convert(item) for key, item in value.items()}
+
+    return type(None), to_dict  # every value is looked at
 
 
 def _to_float(value: Any) -> float:

@@ -45,7 +45,7 @@ class SampleCompleted(Event):
     tokens: int
     logprobs: int
     logprobs_finite: bool
-    spans: tuple[tuple[int, ...], ...] = ()
+    spans: tuple[tuple[int, int, int, int], ...] = ()
     version_source: str = "engine"
     provisional: bool = False
     duration_s: float = 0.0

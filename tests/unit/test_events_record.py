@@ -29,9 +29,11 @@ def example(annotation: Any) -> Any:
     if origin is types.UnionType:
         return example(typing.get_args(annotation)[0])
     if origin is tuple:
-        return (example(typing.get_args(annotation)[0]),) * 2
+        items = typing.get_args(annotation)
+        return (example(items[0]),) * (2 if Ellipsis in items else len(items))
     if origin is dict:
-        return {"a": 1.5, "b": {"c": 2.5}} if typing.get_args(annotation)[1] is not float else {"a": 1.5}
+        values = typing.get_args(annotation)[1]
+        return {"a": {"c": 2.5}} if values is Any else {"a": example(values)}
     return {int: 7, float: 0.25, str: "wört", bool: True}[annotation]
 
 
