@@ -89,7 +89,7 @@ _FORMATS = {
     "reward": "reward {:.2f}",
     "version": "v{:.0f}",
     "staleness": "staleness {:.1f}",
-    "tokens_per_s": "{:,.0f} tokens/s",
+    "tokens_per_s": "{:,.0f} trained tokens/s",
     "sync_ms": "sync {:.0f} ms",
 }
 

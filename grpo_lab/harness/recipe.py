@@ -115,8 +115,6 @@ class Recipe:
     """Checkpoint directory to go on from."""
     log_completions: bool = False
     """Print a table of completions now and then."""
-    strict: bool = False
-    """Stop at the first violated rule instead of finishing the run."""
     seed: int = 0
     """Of everything."""
     out: Path = Path("runs")

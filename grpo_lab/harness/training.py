@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,14 +111,16 @@ def train(
     # It would break into ours.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dataset = load_training_data(recipe)
+    show = _ShowSteps(step_seen)
     trainer = AsyncGRPOTrainer(
         str(model),
         list(reward_functions(recipe, dataset.column_names)),
         trainer_config(recipe, run, urls, first_term),
         dataset,
-        callbacks=[_ShowSteps(step_seen)],
+        callbacks=[show],
         recorder=recorder,
     )
+    show.watch(trainer)
     trainer.remove_callback(PrinterCallback)
     before = _evaluate(trainer, recipe, recorder)
     trainer.train(resume_from_checkpoint=recipe.resume_from or None)
@@ -148,14 +151,13 @@ def _evaluate(trainer: AsyncGRPOTrainer, recipe: Recipe, recorder: Recorder) -> 
 class _ShowSteps(TrainerCallback):
     """Passes what transformers logs on to the progress display."""
 
-    _NAMES = {  # noqa: RUF012 - read only
-        "reward": ("reward", 1.0),
-        "staleness/mean": ("staleness", 1.0),
-        "weight_sync_time_s": ("sync_ms", 1000.0),
-    }
-
     def __init__(self, step_seen: StepSeen) -> None:
         self._step_seen = step_seen
+        self._version: Callable[[], int] = lambda: 0
+        self._logged_s = time.monotonic()
+
+    def watch(self, trainer: AsyncGRPOTrainer) -> None:
+        self._version = lambda: trainer.version
 
     def on_log(
         self,
@@ -165,9 +167,17 @@ class _ShowSteps(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        known = {
-            name: float(logs[key]) * scale
-            for key, (name, scale) in self._NAMES.items()
-            if logs is not None and key in logs
-        }
-        self._step_seen(state.global_step, known)
+        if logs is None or "loss" not in logs:
+            return  # the summary at the end of training
+        now_s = time.monotonic()
+        took_s, self._logged_s = now_s - self._logged_s, now_s
+        shown = {"version": float(self._version())}
+        for key, name, scale in (
+            ("reward", "reward", 1.0),
+            ("staleness/mean", "staleness", 1.0),
+            ("weight_sync_time_s", "sync_ms", 1000.0),
+            ("tokens", "tokens_per_s", 1.0 / took_s),
+        ):
+            if key in logs:
+                shown[name] = float(logs[key]) * scale
+        self._step_seen(state.global_step, shown)
