@@ -74,8 +74,9 @@ class RlState:
     def weight_version(self) -> str:
         return self.core.identity.label
 
-    async def init(self, info: JsonDict, term: int = 0) -> None:
-        """Joins the transfer that ``info`` describes; a second call replaces the first.
+    async def init(self, info: JsonDict, term: int = 0) -> str:
+        """Joins the transfer that ``info`` describes, and returns the digest of its plan as it arrived here
+        and fits this model; a second call replaces the first.
 
         Raises ``HandshakeError`` when the plan is not this model's, naming the parameters that differ.
         """
@@ -99,6 +100,7 @@ class RlState:
             await receiver.close()
             raise
         self._receiver, self._plan, self._unpacker = receiver, plan, Unpacker(plan)
+        return plan.digest()
 
     async def start(self, sync: SyncId | None, term: int = 0) -> None:
         """Opens a session. Raises ``UpdateError`` while one of the same or a newer identity is open."""

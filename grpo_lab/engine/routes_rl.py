@@ -13,6 +13,7 @@ from starlette.responses import Response
 from grpo_lab.engine.core import EngineCore
 from grpo_lab.engine.rl_state import RlState, UpdateError
 from grpo_lab.engine.wire import (
+    PLAN_HEADER,
     ApiError,
     Fields,
     answer,
@@ -75,10 +76,12 @@ class RlRoutes:
     async def init(self, http: HttpRequest) -> Response:
         info = (await read_body(http)).object("init_info")
         try:
-            await self._rl.init(info, term_of(http))
+            digest = await self._rl.init(info, term_of(http))
         except _REFUSED as error:
             raise worker_error(str(error)) from error
-        return answer({"message": "Weight transfer initialized"})
+        response = answer({"message": "Weight transfer initialized"})
+        response.headers[PLAN_HEADER] = digest  # not in the body, which is vLLM's own
+        return response
 
     async def start(self, http: HttpRequest) -> Response:
         try:

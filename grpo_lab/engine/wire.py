@@ -13,6 +13,7 @@ from grpo_lab.errors import EngineError
 from grpo_lab.types import SyncId
 
 CAUSE_HEADER = "x-grpo-lab-cause"
+PLAN_HEADER = "x-grpo-lab-plan"
 TERM_HEADER = "x-grpo-lab-term"
 SYNC_HEADER = "x-grpo-lab-sync"
 KIND_HEADER = "x-grpo-lab-kind"

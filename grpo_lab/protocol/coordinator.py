@@ -158,14 +158,12 @@ class Coordinator:
 
     async def close(self) -> None:
         """Resumes whoever is still paused and takes the transfer down. Safe on every path."""
-        if self.state is SyncState.DISCONNECTED:
-            return
         try:
-            if self.state is not SyncState.RUNNING:
+            if self.state not in (SyncState.RUNNING, SyncState.DISCONNECTED):
                 await self._release()
         finally:
             self._enter(SyncState.DISCONNECTED)
-            if self.is_sender:
+            if self.is_sender:  # also when a connect was cut short: the transport may be open
                 await self._delivery.close()
 
     # -- phases, on every rank -----------------------------------------------------------------------
@@ -204,7 +202,10 @@ class Coordinator:
 
     async def _transfer(self) -> bool:
         """Attempts, always the same weights, until the whole view has proved them or none is left."""
-        failure: GrpoLabError | None = None
+        failure = await self._led(self._actions.join)
+        if not await self._agree("join", failure):
+            self._emit_aborted(f"join: {failure or 'another rank failed'}", final=True)
+            return False
         first = self._sync.attempt
         for attempt in range(first, first + self._settings.attempts):
             self._sync = SyncId(self._sync.term, self._sync.version, attempt)

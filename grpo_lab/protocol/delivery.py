@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from grpo_lab.errors import EngineError, GrpoLabError, SyncError
+from grpo_lab.errors import GrpoLabError, HandshakeError, SyncError
 from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
 from grpo_lab.ports import Engine, Recorder, WeightSource, WeightTransport
 from grpo_lab.protocol.canary import Canary, Scores, judge
 from grpo_lab.protocol.engine_set import EngineCall, EngineSet
-from grpo_lab.protocol.nursery import run_all
+from grpo_lab.protocol.nursery import Nursery, run_all
 from grpo_lab.protocol.phase_times import PhaseTimes
 from grpo_lab.protocol.timeouts import Timeouts, bounded
 from grpo_lab.types import Bucket, SyncId
@@ -47,6 +47,7 @@ class Delivery:
         self.loaded: set[str] = set()
         self.proved: set[str] = set()
         self.failures: Counter[str] = Counter()
+        self._joined: tuple[str, ...] = ()
 
     async def begin_version(self) -> None:
         """A new version is under way. On every rank: the canary's own scores are a collective matter."""
@@ -56,28 +57,59 @@ class Delivery:
         self.failures.clear()
         if self._canary is not None:
             self._scores_before = self._scores
-            self._scores = await self._source.score(self._canary.sequences)
+            score = self._source.score(self._canary.sequences)
+            self._scores = await bounded(score, self._limits.score_s, "the trainer's own canary")
 
-    async def handshake(self, sync: SyncId) -> None:
-        """Opens the transport and joins every engine of the view to it. Raises the first refusal."""
+    @property
+    def is_joined(self) -> bool:
+        """Whether the transport's members are exactly the engines of the view.
+
+        It waits for each of its members, so one that was fenced must leave it before the next transfer.
+        """
+        return self._joined == self._set.names
+
+    async def handshake(self, sync: SyncId) -> dict[str, GrpoLabError]:
+        """Opens the transport and joins every engine of the view to it; returns the failures by engine.
+
+        Raises what the transport itself raised when no engine is to blame.
+        """
         limit_s = self._limits.handshake_s
-        await bounded(
-            self._transport.open(self._set.names, self._source.plan), limit_s, "opening the transport"
-        )
-        joins = [(f"join of {engine.name}", self._join(engine, sync)) for engine in self._set.view]
-        await run_all("handshake", [("accept", self._transport.accept()), *joins], limit_s)
+        self._joined = ()
+        names = self._set.names
+        await bounded(self._transport.open(names, self._source.plan), limit_s, "opening the transport")
+        accepting: list[GrpoLabError] = []
+
+        async def accept() -> None:
+            try:
+                await self._transport.accept()
+            except GrpoLabError as error:
+                accepting.append(error)  # the engines' own words are better
+
+        async with Nursery("handshake", limit_s) as nursery:
+            nursery.start(accept(), name="accept")
+            failures = await self._set.failures_of(self._set.view, lambda engine: self._join(engine, sync))
+            if failures:
+                nursery.cancel()
+        if accepting and not failures:
+            raise accepting[0]
+        if not failures:
+            self._joined = names
+        return failures
 
     async def close(self) -> None:
+        self._joined = ()
         await bounded(self._transport.close(), self._limits.close_s, "closing the transport")
 
     async def attempt(self, sync: SyncId, times: PhaseTimes) -> None:
         """Start, move and verify, finish, prove. Raises the first failure; any engine may be behind it."""
         self.started = True
         self.proved = set()
+        joined, self._joined = self._joined, ()  # a transport that failed is closed
         async with gathered_to_the_end(self._source):
-            await self._source.begin(sync)
+            await bounded(self._source.begin(sync), self._limits.transfer_s, "the first gather")
             await self._demand("start", lambda engine: engine.start_update(sync), sync)
             await self._move(sync, times)
+        self._joined = joined
         with times.measure("load"):
             failures = await self._finish(sync)
         with times.measure("verify"):
@@ -89,25 +121,16 @@ class Delivery:
         """The canary for engines that cannot score while paused. They are resumed for it, and serve
         nobody else; one that fails is paused again and fenced.
         """
-        engines = [engine for engine in self._set.view if not engine.capabilities.score_while_paused]
-        for engine in engines:
-            try:
-                await self._set.one(
-                    "resume", lambda one: one.resume(sync.term), engine, self._limits.resume_s, sync
-                )
-                await self._score(sync, engine)
-            except GrpoLabError as error:
-                self._set.fence(engine.name, f"probation: {error}", sync)
-                await asyncio.gather(
-                    self._set.one(
-                        "pause",
-                        lambda one: one.pause("abort", True, sync.term),
-                        engine,
-                        self._limits.pause_s,
-                        sync,
-                    ),
-                    return_exceptions=True,
-                )
+        on_trial = [engine for engine in self._set.view if not engine.capabilities.score_while_paused]
+        failures = await self._set.failures_of(on_trial, lambda engine: self._resume_and_score(sync, engine))
+        for name, error in failures.items():
+            self._set.fence(name, f"probation: {error}", sync)
+        await self._set.failures_of(
+            [engine for engine in on_trial if engine.name in failures],
+            lambda engine: self._set.one(
+                "pause", lambda one: one.pause("abort", True, sync.term), engine, self._limits.pause_s, sync
+            ),
+        )
         self._set.require_enough()
 
     @property
@@ -118,21 +141,18 @@ class Delivery:
 
     async def _join(self, engine: Engine, sync: SyncId) -> None:
         info = self._transport.init_info(engine.name)
-        ours = self._source.plan_digest
-        difference = ""
+        limit_s = self._limits.handshake_s
+        ours, theirs, difference = self._source.plan_digest, "", ""
         try:
-            await self._set.one(
-                "init_transfer",
-                lambda member: member.init_transfer(info, sync.term),
-                engine,
-                self._limits.handshake_s,
-                sync,
+            theirs = await self._set.one(
+                "init_transfer", lambda member: member.init_transfer(info, sync.term), engine, limit_s, sync
             )
-        except EngineError as error:
+            if theirs and theirs != ours:
+                raise HandshakeError(f"{engine.name} joined with plan {theirs}, but {ours} was offered")
+        except GrpoLabError as error:
             difference = str(error)[:1000]
             raise
         finally:
-            theirs = "" if difference else ours
             self._recorder.emit(
                 HandshakeCompared(engine=engine.name, ours=ours, theirs=theirs, difference=difference)
             )
@@ -188,10 +208,12 @@ class Delivery:
             "finish", lambda engine: engine.finish_update(sync), self._limits.finish_s, sync
         )
         failures: list[GrpoLabError] = []
-        for engine in self._set.view:
-            error = answers.get(engine.name)
-            held = str(sync) if error is None else await self._held_by(engine)
-            if error is None or held == str(sync):
+        asked = [engine for engine in self._set.view if engine.name in answers]
+        held_by = await asyncio.gather(*map(self._held_by, asked))
+        self.proved.update(name for name in self._set.names if name not in answers)
+        for engine, held in zip(asked, held_by, strict=True):
+            error = answers[engine.name]
+            if held == str(sync):
                 self.proved.add(engine.name)
                 continue
             self.failures[engine.name] += 1
@@ -209,20 +231,17 @@ class Delivery:
 
     async def _prove(self, sync: SyncId) -> list[GrpoLabError]:
         """Hash or structure for who has loaded, then the canary where it can be asked for now."""
-        failures: list[GrpoLabError] = []
-        for engine in self._set.view:
-            if engine.name not in self.proved:
-                continue
+        loaded = [engine for engine in self._set.view if engine.name in self.proved]
+        for engine in loaded:
             self._emit_proof(
                 sync, engine.name, "hash" if engine.capabilities.hashes else "structure", "holds"
             )
-            if self._canary is not None and engine.capabilities.score_while_paused:
-                try:
-                    await self._score(sync, engine)
-                except GrpoLabError as error:
-                    self.proved.discard(engine.name)
-                    failures.append(error)
-        return failures
+        if self._canary is None:
+            return []
+        scored = [engine for engine in loaded if engine.capabilities.score_while_paused]
+        failures = await self._set.failures_of(scored, lambda engine: self._score(sync, engine))
+        self.proved.difference_update(failures)
+        return list(failures.values())
 
     async def _score(self, sync: SyncId, engine: Engine) -> None:
         canary, ours = self._canary, self._scores
@@ -246,6 +265,10 @@ class Delivery:
                 f"canary of {engine.name}: logprobs differ by {result.gap:.3g}, tolerance "
                 f"{canary.tolerance:g}: the engine does not hold the published weights"
             )
+
+    async def _resume_and_score(self, sync: SyncId, engine: Engine) -> None:
+        await self._set.one("resume", lambda one: one.resume(sync.term), engine, self._limits.resume_s, sync)
+        await self._score(sync, engine)
 
     async def _demand(self, call: str, function: EngineCall, sync: SyncId) -> None:
         failures = await self._set.each(call, function, self._limits.transfer_s, sync)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from grpo_lab.errors import EngineUnreachable, SyncError
+from grpo_lab.errors import EngineUnreachable, GrpoLabError, SyncError
 from grpo_lab.ports import Engine
 from grpo_lab.protocol.delivery import Delivery
 from grpo_lab.protocol.engine_set import EngineSet
@@ -35,7 +35,7 @@ class EngineActions:
         for name, error in failures.items():
             self._set.fence(name, f"not healthy within {limit_s:g} s: {error}", sync)
         self._set.require_enough()
-        await self._delivery.handshake(sync)
+        _raise_first(await self._delivery.handshake(sync))
 
     async def pause(self, mode: PauseMode, clear_cache: bool, sync: SyncId) -> None:
         """Raises the first failure of an engine that lives: it may be generating still."""
@@ -54,8 +54,21 @@ class EngineActions:
         await self._set.fence_dead(self._set.names, self._limits.resume_s, sync)
         self._set.require_enough()
         self._fence_repeaters(sync)
+        await self.join(sync)
+
+    async def join(self, sync: SyncId) -> None:
+        """The transport's members become the view again, if they are not. One that cannot join must not
+        keep the others from the new version: it is fenced if enough are left.
+        """
+        if self._delivery.is_joined:
+            return
         await self._delivery.close()
-        await self._delivery.handshake(sync)
+        failures = await self._delivery.handshake(sync)
+        if failures and self._set.enough_without(list(failures)):
+            for name, error in failures.items():
+                self._set.fence(name, f"could not join the transfer: {error}", sync)
+            failures = await self._delivery.handshake(sync)
+        _raise_first(failures)
 
     def _fence_repeaters(self, sync: SyncId) -> None:
         """One engine that fails attempt after attempt must not keep the others from the new version."""
@@ -95,6 +108,11 @@ class EngineActions:
         for name, error in failures.items():
             self._set.fence(name, f"could not be resumed: {error}", sync)
         self._set.require_enough()
+
+
+def _raise_first(failures: dict[str, GrpoLabError]) -> None:
+    for error in failures.values():
+        raise error
 
 
 async def _until_healthy(engine: Engine) -> None:

@@ -70,11 +70,14 @@ class EngineSet:
         self, call: str, function: EngineCall, timeout_s: float, sync: SyncId
     ) -> dict[str, GrpoLabError]:
         """Calls every engine of the view at once; returns the failures by engine name."""
-        members = self.view
-        outcomes = await asyncio.gather(
-            *(self.one(call, function, engine, timeout_s, sync) for engine in members),
-            return_exceptions=True,
+        return await self.failures_of(
+            self.view, lambda engine: self.one(call, function, engine, timeout_s, sync)
         )
+
+    @staticmethod
+    async def failures_of(members: Sequence[Engine], function: EngineCall) -> dict[str, GrpoLabError]:
+        """``function`` of each of ``members``, side by side. What is not of ``grpo_lab.errors`` is raised."""
+        outcomes = await asyncio.gather(*(function(engine) for engine in members), return_exceptions=True)
         failures: dict[str, GrpoLabError] = {}
         for engine, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, GrpoLabError):

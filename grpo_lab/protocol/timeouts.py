@@ -13,24 +13,29 @@ from grpo_lab.errors import ConfigError, PhaseTimeout
 
 T = TypeVar("T")
 
+AGREE_MARGIN_S = 10.0  # for what ranks do between two phases
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. Owner: who waits; the configuration field that sets it stands in brackets.
+    """Seconds. Owner: who waits; the configuration field that sets it stands in brackets, if one does.
+
+    The bounds of whole phases, of a sync and of the shutdown follow from these (the properties below), so
+    that nobody who waits for a phase gives up before those who are in it.
 
     Attributes:
         connect_s: coordinator, until an engine answers /health [vllm_server_timeout].
-        handshake_s: coordinator, until all engines have joined the transfer [request_timeout].
+        handshake_s: coordinator, until the transport is open, and then until all engines have joined it.
         pause_s: coordinator, until a pause is acknowledged; ``wait`` drains the running requests
             [pause_timeout].
-        transfer_s: coordinator, from start to the last engine's "received" [sync_timeout].
+        transfer_s: coordinator, for the first gather, for start, and until the last engine has received
+            [sync_timeout].
         finish_s: coordinator, until the engine has loaded [sync_timeout].
-        resume_s: coordinator, until a resume is acknowledged [request_timeout].
-        score_s: coordinator, for a canary [request_timeout].
-        agree_s: every rank, until all ranks have reported a phase [sync_timeout].
-        close_s: coordinator, for all of the shutdown [request_timeout].
+        resume_s: coordinator, for a resume or another short call: health, weight_info, abandon.
+        score_s: every rank, for a canary.
+        close_s: coordinator, until the transport is closed.
     """
 
     connect_s: float = 60.0
@@ -40,7 +45,6 @@ class Timeouts:
     finish_s: float = 60.0
     resume_s: float = 30.0
     score_s: float = 30.0
-    agree_s: float = 150.0
     close_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -48,6 +52,56 @@ class Timeouts:
             value = getattr(self, item.name)
             if not 0 < value < 86_400:
                 raise ConfigError(item.name, value, "seconds above 0 and below 86,400")
+
+    @property
+    def pause_phase_s(self) -> float:
+        """The pause, and the question who lives when it failed."""
+        return self.pause_s + self.resume_s
+
+    @property
+    def join_s(self) -> float:
+        """Closing the transport, and two rounds of opening it and joining everybody."""
+        return self.close_s + 4 * self.handshake_s
+
+    @property
+    def attempt_s(self) -> float:
+        """First gather, start and move; finish, and the question after a lost reply; the canary."""
+        return 3 * self.transfer_s + self.finish_s + self.resume_s + self.score_s
+
+    @property
+    def probation_s(self) -> float:
+        """Resume and canary, and the pause of those that failed it."""
+        return self.resume_s + self.score_s + self.pause_s
+
+    @property
+    def release_s(self) -> float:
+        """From anywhere in a sync back to the previous version: abandon, resume."""
+        return 2 * self.resume_s
+
+    @property
+    def agree_s(self) -> float:
+        """Every rank, until all ranks have reported a phase: the longest one, and some."""
+        phases = (self.connect_s + self.join_s, self.pause_phase_s, self.resume_s + self.join_s)
+        return max(*phases, self.attempt_s, self.probation_s) + AGREE_MARGIN_S
+
+    @property
+    def connect_phase_s(self) -> float:
+        """The trainer, for a whole connect: finding the engines, agreeing, waiting for health, joining."""
+        return 2 * self.connect_s + self.join_s + 2 * self.agree_s
+
+    def sync_s(self, attempts: int) -> float:
+        """The trainer, for a whole sync on its worst path: every attempt fails at its last moment, then
+        the way back, and a rank that does not answer.
+        """
+        tries = self.join_s + attempts * (self.attempt_s + self.resume_s + self.join_s)
+        return (
+            self.score_s + self.pause_phase_s + tries + self.probation_s + 2 * self.release_s + self.agree_s
+        )
+
+    @property
+    def shutdown_s(self) -> float:
+        """The trainer, for all of the shutdown."""
+        return self.release_s + self.close_s + AGREE_MARGIN_S
 
 
 async def bounded(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:

@@ -237,7 +237,6 @@ class AsyncGRPOConfig(TrainingArguments):
             pause_s=self.pause_timeout,
             transfer_s=self.sync_timeout,
             finish_s=self.sync_timeout,
-            agree_s=self.pause_timeout + 2 * self.sync_timeout,
         )
 
     def _check_combinations(self) -> None:

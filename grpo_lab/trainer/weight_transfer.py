@@ -18,7 +18,7 @@ import torch
 
 from grpo_lab.errors import SyncError
 from grpo_lab.events import MemoryMeasured
-from grpo_lab.ports import Engine, Recorder
+from grpo_lab.ports import Engine, Ranks, Recorder
 from grpo_lab.protocol.canary import Canary
 from grpo_lab.protocol.coordinator import Coordinator, SyncReport, SyncSettings
 from grpo_lab.trainer.bridge import ThreadBridge
@@ -67,21 +67,13 @@ class CoordinatedSync:
         self._bridge: ThreadBridge | None = None
         self._coordinator: Coordinator | None = None
         self._engines: Sequence[Engine] = ()
-        limits = settings.sync.timeouts
-        attempts = settings.sync.attempts
-        self._connect_bound_s = limits.connect_s + limits.handshake_s + limits.agree_s
-        self._sync_bound_s = (
-            limits.pause_s
-            + limits.resume_s
-            + attempts
-            * (limits.transfer_s + limits.finish_s + limits.score_s + limits.handshake_s + limits.agree_s)
-        )
+        self._limits = settings.sync.timeouts
 
     def connect(self, term: int, base_version: int) -> None:
         """Waits for the engines and joins them. Raises ``SyncError`` or ``HandshakeError``."""
         self.close()
         self._bridge = bridge = ThreadBridge()
-        ranks = make_ranks(bridge, self._settings.sync.timeouts.agree_s)
+        ranks = make_ranks(bridge, self._limits.agree_s)
         transport = self._make_transport() if ranks.rank == 0 else None
         source = PackedSource(
             self._read,
@@ -96,7 +88,7 @@ class CoordinatedSync:
         )
 
         async def start() -> None:
-            self._engines = await self._make_engines() if ranks.rank == 0 else ()
+            self._engines = await self._found(ranks)
             self._coordinator = Coordinator(
                 self._engines,
                 transport or self._make_transport(),
@@ -107,7 +99,7 @@ class CoordinatedSync:
             )
             await self._coordinator.connect(term, base_version)
 
-        bridge.call(start(), self._connect_bound_s)
+        bridge.call(start(), self._limits.connect_phase_s)
 
     def sync(self, named_tensors: NamedTensors, optimizer_step: int) -> SyncOutcome:
         """Raises ``SyncError`` when training cannot go on."""
@@ -133,9 +125,21 @@ class CoordinatedSync:
             return
         coordinator, self._coordinator = self._coordinator, None
         try:
-            bridge.call(self._shut_down(coordinator), 3 * self._settings.sync.timeouts.close_s)
+            bridge.call(self._shut_down(coordinator), self._limits.shutdown_s)
         finally:
             bridge.close()
+
+    async def _found(self, ranks: Ranks) -> Sequence[Engine]:
+        """Rank 0's engines. When it finds none, the other ranks hear of it at once."""
+        engines: Sequence[Engine] = ()
+        failure: Exception | None = None
+        try:
+            engines = await self._make_engines() if ranks.rank == 0 else ()
+        except Exception as error:
+            failure = error
+        if not await ranks.agree(failure is None, self._limits.agree_s):
+            raise failure or SyncError("connect: rank 0 found no engines; its error says why")
+        return engines
 
     async def _shut_down(self, coordinator: Coordinator | None) -> None:
         try:
@@ -153,7 +157,7 @@ class CoordinatedSync:
         async def run() -> T:
             return await step(coordinator)
 
-        return self._bridge.call(run(), self._sync_bound_s)
+        return self._bridge.call(run(), self._limits.sync_s(self._settings.sync.attempts))
 
     def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._named_tensors()

@@ -23,8 +23,12 @@ async def connect_engines(urls: Sequence[str], recorder: Recorder, wait_s: float
     """
     engines = tuple(VllmHttpEngine(f"engine-{index}", url, recorder) for index, url in enumerate(urls))
     try:
-        for engine in engines:
-            await _discover(engine, wait_s)
+        found = await asyncio.gather(
+            *(_discover(engine, wait_s) for engine in engines), return_exceptions=True
+        )
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                raise outcome
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
         raise

@@ -29,6 +29,7 @@ from grpo_lab.types import (
 )
 
 CAUSE_HEADER = "x-grpo-lab-cause"
+PLAN_HEADER = "x-grpo-lab-plan"
 STOCK = EngineCapabilities()
 _NOT_FOUND = 404
 
@@ -137,14 +138,10 @@ class VllmHttpEngine:
     async def is_paused(self) -> bool:
         return bool(_field(await self._call("GET", "/is_paused"), "is_paused", bool))
 
-    async def init_transfer(self, info: JsonDict, term: int) -> None:
-        await self._call(
-            "POST",
-            "/init_weight_transfer_engine",
-            {"init_info": info},
-            headers=_term(term),
-            timeout_s=self._timeouts.transfer_s,
-        )
+    async def init_transfer(self, info: JsonDict, term: int) -> str:
+        path, limit_s = "/init_weight_transfer_engine", self._timeouts.transfer_s
+        response = await self._send("POST", path, limit_s, {"init_info": info}, headers=_term(term))
+        return str(response.headers.get(PLAN_HEADER, ""))
 
     async def start_update(self, sync: SyncId) -> None:
         await self._call("POST", "/start_weight_update", headers=_sync(sync))

@@ -48,7 +48,6 @@ LIMITS = Timeouts(
     finish_s=5,
     resume_s=5,
     score_s=5,
-    agree_s=60,
     close_s=5,
 )
 
@@ -89,6 +88,7 @@ class StagingEngine:
         self.paused = False
         self.identity = "default"
         self.calls: list[str] = []
+        self.claims = ""  # another plan than its own
         self._transport = transport
         self._plan = plan
         self.weights = {entry.name: torch.zeros(entry.shape) for entry in plan.tensors}
@@ -138,13 +138,14 @@ class StagingEngine:
     async def is_paused(self) -> bool:
         return self.paused
 
-    async def init_transfer(self, info: JsonDict, term: int) -> None:
+    async def init_transfer(self, info: JsonDict, term: int) -> str:
         fault = await self._enter("init_transfer")
         if self._receiver is not None:
             await self._receiver.close()
         self._receiver = self._transport.receiver()
         await self._receiver.join(info)
         await self._leave(fault)
+        return self.claims or self._plan.digest()
 
     async def start_update(self, sync: SyncId) -> None:
         fault = await self._enter("start_update")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
-from coordinator_world import CANARY, Fault, World, make_world
+from coordinator_world import CANARY, LIMITS, Fault, World, make_world
 
-from grpo_lab.errors import SyncError
-from grpo_lab.events import EngineFenced, EngineProved, StateChanged, SyncEnded, VersionCommitted
+from grpo_lab.errors import HandshakeError, SyncError
+from grpo_lab.events import (
+    EngineFenced,
+    EngineProved,
+    HandshakeCompared,
+    StateChanged,
+    SyncEnded,
+    VersionCommitted,
+)
 from grpo_lab.sim.simulation import SimContext, run_simulation, run_twice
 from grpo_lab.types import SyncState
 
@@ -279,3 +287,74 @@ def test_an_attempt_number_is_never_used_for_other_weights():
 
     (committed,) = of(run(scenario), VersionCommitted)
     assert committed.attempt > 3
+
+
+def test_a_fenced_engine_that_lives_on_costs_the_next_sync_nothing():
+    """The transport waits for each of its members: it must not wait for one that is asked for nothing."""
+
+    async def scenario(world: World):
+        await world.coordinator.sync()
+        world.engines[1].faults.append(Fault("finish_update", "refuse", times=99))
+        assert (await world.coordinator.sync()).committed
+        assert list(world.coordinator.engines.fenced) == ["engine-1"]
+        began_s = world.context.now_s
+        assert (await world.coordinator.sync()).committed
+        assert world.context.now_s - began_s < 1
+
+    (*_, last) = of(run(scenario, attempts=1), VersionCommitted)
+    assert (last.version, last.attempt) == (3, 1)
+
+
+def test_an_engine_that_cannot_join_again_does_not_keep_the_others_from_the_version():
+    async def scenario(world: World):
+        await world.coordinator.sync()
+        world.engines[2].faults += [
+            Fault("update", "refuse", times=1),
+            Fault("init_transfer", "refuse", times=99),
+        ]
+        report = await world.coordinator.sync()
+        assert (report.version, report.committed) == (2, True)
+        assert "could not join" in world.coordinator.engines.fenced["engine-2"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_after_a_sync_that_failed_the_first_attempt_of_the_next_one_can_succeed(attempts):
+    async def scenario(world: World):
+        for engine in world.engines:
+            engine.faults.append(Fault("update", "refuse", times=attempts))
+        assert not (await world.coordinator.sync()).committed
+        assert (await world.coordinator.sync()).committed
+
+    (committed,) = of(run(scenario, attempts=attempts), VersionCommitted)
+    assert committed.attempt == attempts + 1
+
+
+def test_the_handshake_compares_with_what_the_engine_says_it_found():
+    async def main(context: SimContext):
+        world = make_world(context, engines=2)
+        await world.coordinator.connect(term=1, base_version=0)
+        world.engines[1].claims = "another plan"
+        with pytest.raises(HandshakeError, match="engine-1 joined with plan another plan"):
+            await world.coordinator.connect(term=2, base_version=0)
+        await world.coordinator.close()
+
+    compared = of(run_twice(main), HandshakeCompared)
+    assert [event.difference == "" for event in compared] == [True, True, True, False]
+    assert compared[0].theirs == compared[0].ours != compared[3].theirs == "another plan"
+
+
+@pytest.mark.parametrize("call", ["pause", "update", "finish_update", "score", "init_transfer", "resume"])
+def test_a_sync_ends_within_its_bound_whatever_hangs(call):
+    async def scenario(world: World):
+        await world.coordinator.sync()
+        for engine in world.engines:
+            engine.faults += [Fault(call, "hang", times=99), Fault("abandon_update", "hang", times=99)]
+            engine.faults += [Fault("update", "refuse", times=1)] if call == "init_transfer" else []
+        began_s = world.context.now_s
+        with contextlib.suppress(SyncError):
+            await world.coordinator.sync()
+        assert world.context.now_s - began_s < LIMITS.sync_s(attempts=3)
+
+    run(scenario, engines=4, canary=CANARY)

@@ -111,7 +111,7 @@ def test_a_clean_sync_takes_the_same_path_on_all_ranks():
     assert committed == [1, 1, 1]
     assert all(world.holds_current(engine) for engine in world.engines)
     assert same_path(records) == [
-        (phase, True) for phase in ("connect", "begin", "pause", "transfer", "probation", "resume")
+        (phase, True) for phase in ("connect", "begin", "pause", "join", "transfer", "probation", "resume")
     ]
 
 
