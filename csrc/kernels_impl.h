@@ -48,6 +48,8 @@ void fold_blocks(uint64_t* acc, const void* from, size_t blocks) {
     lane.store(acc);
 }
 
+constexpr size_t kStagedAhead = 8192;  // bytes; staging stops at each unit and piece, which hides it from the hardware's prefetcher
+
 void copy(void* to, const void* from, size_t bytes, bool stream) {
     auto* out = static_cast<uint8_t*>(to);
     auto* in = static_cast<const uint8_t*>(from);
@@ -60,10 +62,12 @@ void copy(void* to, const void* from, size_t bytes, bool stream) {
         memcpy(out + done, in + done, bytes - done);
         return;
     }
+    for (; bytes >= xxh3::kStripe; bytes -= xxh3::kStripe, in += xxh3::kStripe, out += xxh3::kStripe) {
+        __builtin_prefetch(in + kStagedAhead);
+        memcpy(out, in, xxh3::kStripe);
+    }
     memcpy(out, in, bytes);
 }
-
-constexpr size_t kConvertAhead = 8192;  // bytes; the conversion stops at each staged unit, which hides it from the hardware's prefetcher
 
 template <typename To, typename From>
 void convert_as(void* to, const void* from, size_t count) {
@@ -72,7 +76,7 @@ void convert_as(void* to, const void* from, size_t count) {
     constexpr size_t kChunk = 128;
     size_t i = 0;
     for (; i + kChunk <= count; i += kChunk) {
-        const auto* ahead = reinterpret_cast<const uint8_t*>(in + i) + kConvertAhead;
+        const auto* ahead = reinterpret_cast<const uint8_t*>(in + i) + kStagedAhead;
         for (size_t line = 0; line < kChunk * sizeof(*in); line += 64) __builtin_prefetch(ahead + line);
         for (size_t k = i; k < i + kChunk; ++k) out[k] = To::encode(From::decode(in[k]));
     }

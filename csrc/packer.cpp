@@ -14,6 +14,8 @@ namespace {
 
 constexpr int64_t kMaxBytes = int64_t{1} << 62;
 
+bool pending(const View& view) { return !view.data && view.geometry.count() != 0; }
+
 }  // namespace
 
 Buckets::Buckets(std::vector<WireTensor> tensors, std::vector<Piece> pieces, std::vector<int64_t> bucket_bytes)
@@ -71,27 +73,42 @@ void Views::add(int64_t tensor, Dtype dtype, const std::vector<int64_t>& shape, 
     view.data = checked(view, memory);
     int64_t& first = first_of_[static_cast<size_t>(tensor)];
     if (first < 0) first = size();
+    pending_ += pending(view);
     views_.push_back(std::move(view));
 }
 
 void Views::clear() {
     views_.clear();
+    pending_ = 0;
     std::fill(first_of_.begin(), first_of_.end(), -1);
 }
 
-std::vector<int64_t> Views::moved(int64_t first, const std::vector<uint64_t>& addresses) const {
+bool Views::moved(int64_t first, const std::vector<uint64_t>& addresses) const {
     if (first < 0 || first > size() || static_cast<int64_t>(addresses.size()) > size() - first) refuse("no such views");
-    std::vector<int64_t> found;
     for (size_t i = 0; i < addresses.size(); ++i) {
         const View& view = views_[static_cast<size_t>(first) + i];
-        if (reinterpret_cast<uint64_t>(view.data) != addresses[i] && view.geometry.count() != 0) found.push_back(first + static_cast<int64_t>(i));
+        if (reinterpret_cast<uint64_t>(view.data) != addresses[i] && view.geometry.count() != 0) return true;
     }
-    return found;
+    return false;
 }
 
 void Views::move(int64_t view, Memory memory) {
     View& moved = views_.at(static_cast<size_t>(view));
-    moved.data = checked(moved, memory);
+    uint8_t* const data = checked(moved, memory);
+    pending_ -= pending(moved);
+    moved.data = data;
+    pending_ += pending(moved);
+}
+
+void Views::require(int64_t bucket, bool each) const {
+    // All of them, mostly: then there is nothing to look for in tens of thousands of pieces.
+    if (pending_ == 0 && (!each || views_.size() == first_of_.size())) return;
+    for (const Piece* piece = buckets_.begin(bucket); piece != buckets_.end(bucket); ++piece) {
+        const View* view = first(piece->tensor);
+        if (each && !view) refuse("a tensor of the bucket is not bound");
+        for (; view; view = next(view))
+            if (!view->data) refuse("a tensor of the bucket has no memory");
+    }
 }
 
 const View* Views::first(int64_t tensor) const {
@@ -108,6 +125,7 @@ namespace {
 
 constexpr int64_t kBlock = xxh3::kBlock, kLeaf = xxh3::kLeaf, kTaskBytes = Scratch::kTaskBytes;
 static_assert(kTaskBytes % kLeaf == 0);
+constexpr int64_t kPiecesAhead = 6, kBytesAhead = 4096, kDirectBytes = 16384;
 
 size_t tasks_of(int64_t bytes) { return static_cast<size_t>((bytes + kTaskBytes - 1) / kTaskBytes); }
 
@@ -197,10 +215,10 @@ class Task {
         }
     }
 
-    // Where the bytes that can be copied straight from memory end; `at` if there are none.
+    // Where the bytes that are worth copying straight from memory end; `at` if there are none.
     int64_t direct_end(int64_t at) {
         while (run_.end <= at && run_.end < end_) load();
-        return run_.begin <= at && run_.from_dtype == run_.wire_dtype ? run_.end : at;
+        return run_.begin <= at && run_.from_dtype == run_.wire_dtype && run_.end - run_.begin >= kDirectBytes ? run_.end : at;
     }
 
     // Assembles bytes [at, upto) in scratch.staged: cast, and with zeros between pieces.
@@ -219,7 +237,7 @@ class Task {
             const auto wire_item = static_cast<int64_t>(item_bytes(run_.wire_dtype)), item = static_cast<int64_t>(item_bytes(run_.from_dtype));
             const int64_t count = (stop - at) / wire_item;
             const uint8_t* from = run_.from + (at - run_.begin) / wire_item * item;
-            if (run_.from_dtype == run_.wire_dtype) memcpy(out, from, static_cast<size_t>(stop - at));
+            if (run_.from_dtype == run_.wire_dtype) mode_.kernels->copy(out, from, static_cast<size_t>(stop - at), false);
             else mode_.kernels->convert(run_.wire_dtype, out, run_.from_dtype, from, static_cast<size_t>(count));
             out += stop - at;
             at = stop;
@@ -263,10 +281,7 @@ void deliver(const View& to, Dtype wire, int64_t first, int64_t count, const uin
 }  // namespace
 
 uint64_t pack(const Buckets& buckets, const Views& sources, Pool& pool, int64_t bucket, uint8_t* to, Mode mode) {
-    for (const Piece* piece = buckets.begin(bucket); piece != buckets.end(bucket); ++piece) {
-        const View* source = sources.first(piece->tensor);
-        if (!source || !source->data) refuse("a tensor of the bucket is not bound");
-    }
+    sources.require(bucket, true);
     const int64_t bytes = buckets.bytes(bucket);
     mode.stream = mode.stream && reinterpret_cast<uintptr_t>(to) % xxh3::kStripe == 0;
     std::vector<uint64_t> leaves(static_cast<size_t>((bytes + kLeaf - 1) / kLeaf));
@@ -281,9 +296,7 @@ uint64_t pack(const Buckets& buckets, const Views& sources, Pool& pool, int64_t 
 
 void unpack(const Buckets& buckets, const Views& targets, Pool& pool, int64_t bucket, const uint8_t* from, Mode mode) {
     const int64_t bytes = buckets.bytes(bucket);
-    for (const Piece* piece = buckets.begin(bucket); piece != buckets.end(bucket); ++piece)
-        for (const View* view = targets.first(piece->tensor); view; view = targets.next(view))
-            if (!view->data) refuse("a target of the bucket has no memory");
+    targets.require(bucket, false);
     pool.run(tasks_of(bytes), [&](size_t index, Scratch& scratch) {
         const int64_t begin = static_cast<int64_t>(index) * kTaskBytes, end = std::min(bytes, begin + kTaskBytes);
         for (const Piece* piece = piece_at(buckets, bucket, begin); piece != buckets.end(bucket) && piece->offset < end; ++piece) {

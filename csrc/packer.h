@@ -61,19 +61,22 @@ class Views {
     // Throws std::invalid_argument on a wrong shape or dtype, and where the view reaches outside its storage.
     void add(int64_t tensor, Dtype dtype, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Memory memory, bool target);
     void clear();
-    // Indices (from `first`) of the views whose data is not at the given addresses.
-    std::vector<int64_t> moved(int64_t first, const std::vector<uint64_t>& addresses) const;
+    // True if a view from `first` on is not at its address.
+    bool moved(int64_t first, const std::vector<uint64_t>& addresses) const;
     void move(int64_t view, Memory memory);
 
     int64_t size() const { return static_cast<int64_t>(views_.size()); }
     const View* first(int64_t tensor) const;         // null if the tensor is not bound
     const View* next(const View* view) const;        // the next view of the same tensor, or null
+    // Throws std::invalid_argument unless every tensor of the bucket is bound (`each`), and every view has memory.
+    void require(int64_t bucket, bool each) const;
 
   private:
     uint8_t* checked(const View& view, Memory memory) const;
     const Buckets& buckets_;
     std::vector<View> views_;
     std::vector<int64_t> first_of_;
+    int64_t pending_ = 0;  // views of elements without memory
 };
 
 // How a bucket is written or read.

@@ -1,6 +1,7 @@
 """Types of the compiled extension (csrc/module.cpp). Every function releases the GIL while it works."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from typing_extensions import Buffer
 
@@ -31,7 +32,15 @@ class Views:
         /,
     ) -> None: ...
     def clear(self) -> None: ...
-    def moved(self, first: int, addresses: Sequence[int], /) -> list[int]: ...
+    def moved(
+        self,
+        first: int,
+        tensors: tuple[object, ...],
+        begin: int,
+        end: int,
+        data_ptr: Callable[[Any], int],
+        near: Buffer,
+    ) -> bool: ...
     def move(self, view: int, memory: tuple[int, int, int], /) -> None: ...
     def __len__(self) -> int: ...
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from grpo_lab.errors import PackingError
@@ -18,7 +21,7 @@ except ImportError as error:
         f"the compiled packer is missing ({error}); build it with `pip install -e .` in the repository's root"
     ) from error
 
-__all__ = ["buckets_of", "extension", "memory_of"]
+__all__ = ["BoundTensors", "buckets_of", "extension", "memory_of"]
 
 
 def buckets_of(plan: BucketPlan) -> extension.Buckets:
@@ -49,6 +52,37 @@ def memory_of(tensor: torch.Tensor, name: str) -> tuple[int, int, int]:
     if tensor.numel() and not storage.nbytes():
         raise PackingError(f"tensor {name!r} has no memory behind it (a freed or resharded parameter?)")
     return tensor.data_ptr(), storage.data_ptr(), storage.nbytes()
+
+
+class BoundTensors:
+    """Tensors behind the extension's views, in the same order, kept alive; it can tell whether one moved."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        # Where each tensor's own objects lie, to be fetched early: see `addresses_of` in csrc/module.cpp.
+        self._near = array("Q", chain.from_iterable(map(_objects_of, self._tensors)))
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._tensors[index]
+
+    def moved(self, views: extension.Views, span: range) -> bool:
+        """True if one of ``self[span]`` is not where ``views`` has it. Costs one call a tensor, no more."""
+        return views.moved(span.start, self._tensors, span.start, span.stop, _data_ptr(), self._near)
+
+
+def _objects_of(tensor: torch.Tensor) -> tuple[int, int]:
+    if getattr(tensor, "full_tensor", None) is not None:  # a DTensor: has no storage of its own
+        return 0, 0
+    return tensor._cdata, tensor.untyped_storage()._cdata
+
+
+def _data_ptr() -> Callable[[torch.Tensor], int]:
+    import torch  # noqa: PLC0415 - plans are used where torch is not
+
+    return torch.Tensor.data_ptr
 
 
 def _strided() -> torch.layout:

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
 from grpo_lab.errors import BucketCorrupt, PackingError
 from grpo_lab.packing.dtypes import DTYPES, dtype_name, dtype_named
-from grpo_lab.packing.native import buckets_of, extension, memory_of
+from grpo_lab.packing.native import BoundTensors, buckets_of, extension, memory_of
 from grpo_lab.packing.plan import BucketPlan, TensorEntry
 from grpo_lab.packing.ring import allocate_ring, as_bytes, check_ring
 
@@ -82,7 +81,7 @@ class Packer:
         )
         self._views = extension.Views(buckets_of(plan), False)
         self._mapping: Mapping[str, torch.Tensor] = {}
-        self._bound: list[torch.Tensor] = []
+        self._bound = BoundTensors(())
         self._sharded: set[int] = set()
         self._gathered: dict[int, torch.Tensor] = {}
 
@@ -102,6 +101,7 @@ class Packer:
         for name in tensors:
             if name not in self.plan.by_name:
                 raise PackingError(f"tensor {name!r} is not in the bucket plan; build a new plan")
+        bound: list[torch.Tensor] = []
         try:
             for position, entry in enumerate(self.plan.tensors):
                 tensor = _get(tensors, entry.name)
@@ -111,13 +111,13 @@ class Packer:
                 memory = (0, 0, 0) if sharded else memory_of(tensor, entry.name)
                 strides = entry.strides if sharded else tensor.stride()
                 self._add(position, entry, strides, memory)
-                self._bound.append(tensor)
+                bound.append(tensor)
                 if sharded:
                     self._sharded.add(position)
         except PackingError:
             self._unbind()
             raise
-        self._mapping = tensors
+        self._bound, self._mapping = BoundTensors(bound), tensors
 
     def pack(self, bucket_index: int, slot: int | None = None) -> PackedBucket:
         """Fills `slot` (default: the index modulo the number of slots) with the bucket, in any order of
@@ -145,7 +145,7 @@ class Packer:
 
         A rank that only takes part in the collectives calls this for each bucket in place of pack.
         """
-        if not self._bound and self.plan.tensors:
+        if not len(self._bound) and self.plan.tensors:
             raise PackingError("no tensors are bound; call bind() before pack()")
         wanted = self.plan.tensors_of_bucket[bucket_index]
         for position in [p for p in self._gathered if p not in wanted]:
@@ -169,18 +169,15 @@ class Packer:
 
     def _refresh(self, bucket_index: int) -> None:
         span = self.plan.tensors_of_bucket[bucket_index]
-        gathered = self._gathered
-        now = [
-            gathered.get(p, t).data_ptr()
-            for p, t in zip(span, self._bound[span.start : span.stop], strict=True)
-        ]
-        if self._views.moved(span.start, now):
+        # What was gathered belongs to the packer and cannot move.
+        spans = [range(p, p + 1) for p in span if p not in self._sharded] if self._sharded else [span]
+        if any(self._bound.moved(self._views, each) for each in spans):
             self.bind(self._mapping)
             self.gather(bucket_index)
 
     def _unbind(self) -> None:
         self._views.clear()
-        self._bound.clear()
+        self._bound = BoundTensors(())
         self._sharded.clear()
         self._gathered.clear()
 
@@ -232,18 +229,16 @@ class Targets:
         self._unpacker = unpacker
         self._into = into
         self._views = extension.Views(unpacker._buckets, True)
-        self._bound: dict[int, list[torch.Tensor]] = {}
         self._starts: dict[int, int] = {}
-        for position in positions:
-            self._add(position, unpacker.plan.tensors[position])
+        self._bound = BoundTensors(t for p in positions for t in self._add(p, unpacker.plan.tensors[p]))
 
     def unpack(self, bucket_index: int, memory: object) -> None:
         """As :meth:`Unpacker.unpack`. Raises PackingError if a target's memory moved since it was bound."""
         data = self._unpacker._sized(bucket_index, memory)
         span = self._unpacker.plan.tensors_of_bucket[bucket_index]
         if span:
-            now = list(map(torch.Tensor.data_ptr, chain.from_iterable(map(self._bound.__getitem__, span))))
-            if self._views.moved(self._starts[span.start], now):
+            end = self._starts.get(span.stop, len(self._bound))
+            if self._bound.moved(self._views, range(self._starts[span.start], end)):
                 raise PackingError(f"targets of bucket {bucket_index} moved in memory; bind them again")
         self._unpack(bucket_index, data)
 
@@ -252,9 +247,10 @@ class Targets:
         stream = data.nbytes >= STREAM_BYTES
         extension.unpack(self._views, unpacker._pool, bucket_index, data, stream, unpacker._isa)
 
-    def _add(self, position: int, entry: TensorEntry) -> None:
+    def _add(self, position: int, entry: TensorEntry) -> list[torch.Tensor]:
+        """Binds every tensor that is given for the entry, once."""
         self._starts[position] = len(self._views)
-        bound = self._bound[position] = []
+        bound: list[torch.Tensor] = []
         written: set[tuple[int, tuple[int, ...]]] = set()
         dtypes = tuple(DTYPES) if DTYPES[entry.wire_dtype].castable else (entry.wire_dtype,)
         for name in entry.names:
@@ -277,6 +273,7 @@ class Targets:
         if not written:
             names = ", ".join(entry.names)
             raise PackingError(f"no target for tensor {entry.name!r}; give one under one of {names}")
+        return bound
 
 
 def hash64(memory: object) -> int:

@@ -4,6 +4,7 @@ import gc
 import mmap
 import threading
 import weakref
+from array import array
 
 import pytest
 import torch
@@ -179,6 +180,45 @@ def test_moved_memory_is_noticed_and_replaced_tensors_are_bound_again():
         packer.pack(0)
     packer.bind({"w": torch.full((100,), 3.0)})
     assert packer.pack(0).memory == pack_reference(plan, {"w": torch.full((100,), 3.0)}, 0)
+
+
+@pytest.mark.parametrize("which", [0, 1, 57, 99])
+def test_one_moved_tensor_among_many_is_noticed(which):
+    weights = {f"w{i}": torch.nn.Parameter(torch.full((20,), float(i))) for i in range(100)}
+    plan = BucketPlan.build(weights)
+    packer, unpacker = Packer(plan), Unpacker(plan)
+    packer.bind(weights)
+    targets = unpacker.bind(weights)
+    memory = bytes(packer.pack(0).memory)
+    targets.unpack(0, memory)
+    weights[f"w{which}"].data = torch.full((20,), -1.0)
+    assert packer.pack(0).memory == pack_reference(plan, weights, 0)
+    with pytest.raises(PackingError, match="targets of bucket 0 moved"):
+        targets.unpack(0, memory)
+
+
+def test_looking_for_moved_tensors_checks_its_arguments():
+    buckets = extension.Buckets([(0, 100)], [(0, 0, 0, 0, 100)], [400])
+    views, memory = extension.Views(buckets, False), torch.zeros(100)
+    views.add(0, 0, [100], [1], (memory.data_ptr(), memory.data_ptr(), 400))
+    near, data_ptr = array("Q", [0, 0]), torch.Tensor.data_ptr
+    assert not views.moved(0, (memory,), 0, 1, data_ptr, near)
+    assert views.moved(0, (torch.zeros(100),), 0, 1, data_ptr, near)
+    assert not views.moved(
+        0, (memory,), 0, 1, data_ptr, array("Q", [1, (1 << 64) - 1])
+    )  # hints
+    for first, begin, end, message in [
+        (0, 0, 2, "no such tensors"),
+        (0, 1, 0, "no such tensors"),
+        (1, 0, 1, "no such views"),
+        (-1, 0, 1, "no such views"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            views.moved(first, (memory,), begin, end, data_ptr, near)
+    with pytest.raises(ValueError, match="two addresses for each"):
+        views.moved(0, (memory,), 0, 1, data_ptr, array("Q", [0]))
+    with pytest.raises(TypeError):
+        views.moved(0, (memory,), 0, 1, str, near)
 
 
 def test_freed_storage_is_noticed():
