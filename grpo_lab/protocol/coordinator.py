@@ -51,11 +51,14 @@ class SyncSettings:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """``version`` is the committed one after the sync, whether or not this sync moved it."""
+    """``version`` is the committed one after the sync, whether or not this sync moved it; ``fenced`` names
+    the engines that are out of service.
+    """
 
     version: int
     committed: bool
     phases_s: dict[str, float]
+    fenced: tuple[str, ...] = ()
 
 
 class Coordinator:
@@ -154,7 +157,7 @@ class Coordinator:
                     phases_s=phases_s,
                 )
             )
-        return SyncReport(self.committed, self._moved, phases_s)
+        return SyncReport(self.committed, self._moved, phases_s, tuple(self._set.fenced))
 
     async def close(self) -> None:
         """Resumes whoever is still paused and takes the transfer down. Safe on every path."""

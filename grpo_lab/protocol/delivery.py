@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 from grpo_lab.errors import GrpoLabError, HandshakeError, SyncError
 from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
@@ -165,7 +165,9 @@ class Delivery:
 
         async def send() -> None:
             nonlocal sent_at_s
-            times.add("wire", await self._transport.send(sync, self._published(sync)))
+            # Closed here, also when the send fails: not whenever the generator happens to be collected.
+            async with aclosing(self._published(sync)) as buckets:
+                times.add("wire", await self._transport.send(sync, buckets))
             sent_at_s = clock()
 
         async def update(engine: Engine) -> None:
@@ -179,7 +181,7 @@ class Delivery:
         await run_all(f"move {sync}", [("send", send()), *updates], limit_s)
         times.add("verify", clock() - sent_at_s)
 
-    async def _published(self, sync: SyncId) -> AsyncIterator[Bucket]:
+    async def _published(self, sync: SyncId) -> AsyncGenerator[Bucket, None]:
         """The source's buckets; when the last has been packed, the manifest is complete."""
         sizes: list[int] = []
         hashes: list[int] = []

@@ -104,7 +104,7 @@ class RolloutWorker:
         heartbeat: Callable[[int, str], None],
         texts: Texts | None = None,
     ) -> None:
-        self._requester = SampleRequester(engines, settings.request, recorder)
+        self._requester = SampleRequester(engines, settings.request, recorder, version)
         self._prompts = prompts
         self._rewards = rewards
         self._queue = queue
@@ -127,7 +127,12 @@ class RolloutWorker:
     def update_model_version(self, version: int) -> None:
         """Told after every commit; admission counts from it."""
         self.version = max(self.version, version)
+        self._requester.update_model_version(version)
         self._changed.set()
+
+    def fence_engines(self, names: Sequence[str]) -> None:
+        """These engines are out of service for good: what they are asked for is asked for elsewhere."""
+        self._requester.fence(names)
 
     def stop(self) -> None:
         """In-flight samples end as dropped(shutdown). Does not wait."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_lab.errors import (
@@ -21,6 +21,7 @@ from grpo_lab.types import Completion, DropReason, GenerateRequest, SamplingPara
 
 BUSY_STATUSES = frozenset({429, 502, 503, 504})
 STALE_TERM_STATUS = 409
+OUT_OF_SERVICE_STATUS = 503
 CONTINUATION_SEED_STRIDE = 1_000_003  # a continued sample must not draw the same random numbers again
 
 
@@ -33,8 +34,8 @@ class RequestSettings:
         retries: further tries after a time-out or a 5xx, before the group is given up.
         retry_delay_s: between tries; also the pace at which an absent engine is looked for.
         engine_gone_after_s: when nothing but refused connections has come for so long, the run ends.
-        avoid_s: an engine that could not be reached, or did not answer, gets no request for so long while
-            another one is there.
+        avoid_s: an engine that could not be reached, did not answer, or is out of service (503) gets no
+            request for so long while another one is there.
         max_continuations: how often a sample that pause(abort) cut off is taken up again.
     """
 
@@ -55,25 +56,51 @@ class SampleLost(Exception):
         self.detail = detail
 
 
-class SampleRequester:
-    """Sends samples to the least busy engine and brings back whole completions."""
+class _OutOfService(Exception):
+    """The engine was fenced while it had the request."""
 
-    def __init__(self, engines: Sequence[Engine], settings: RequestSettings, recorder: Recorder) -> None:
+
+class SampleRequester:
+    """Sends samples to the least busy engine and brings back whole completions.
+
+    ``version`` is the newest one that is known to be committed. Tokens of a newer one are *provisional*:
+    they are given out when it has been committed, and lost (``canary_failed``) when their engine is fenced.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], settings: RequestSettings, recorder: Recorder, version: int
+    ) -> None:
         self._engines = tuple(engines)
         self._settings = settings
         self._recorder = recorder
-        self._inflight = {engine.name: 0 for engine in engines}
         self._avoid_until_s = {engine.name: 0.0 for engine in engines}
+        self._fenced: set[str] = set()
+        self._asking: dict[str, dict[str, asyncio.Timeout]] = {engine.name: {} for engine in engines}
+        self._version = version
+        self._news = asyncio.Event()
         self._tokens = 0
-
-    @property
-    def inflight(self) -> int:
-        return sum(self._inflight.values())
 
     @property
     def tokens(self) -> int:
         """Tokens received so far: a measure of progress."""
         return self._tokens
+
+    def update_model_version(self, version: int) -> None:
+        """``version`` is committed."""
+        self._version = max(self._version, version)
+        self._news.set()
+
+    def fence(self, names: Iterable[str]) -> None:
+        """These engines are out of service: they get no request any more, and what they have is asked for
+        elsewhere. Names that are not known, or were told before, are ignored.
+        """
+        now_s = asyncio.get_running_loop().time()
+        for name in names:
+            if name in self._asking and name not in self._fenced:
+                self._fenced.add(name)
+                for scope in self._asking[name].values():
+                    scope.reschedule(now_s)
+        self._news.set()
 
     async def sample(
         self,
@@ -101,7 +128,8 @@ class SampleRequester:
         parts: list[Completion] = []
         for continuation in range(self._settings.max_continuations + 1):
             request = _request(sample_id, prompt, parts, sampling, term, continuation)
-            part = await self._answer(engine, request)
+            part, engine = await self._answer(engine, request)
+            await self._committed(part, engine)
             if part.finish_reason == "abort" and len(part.token_ids) >= request.sampling.max_tokens:
                 part = replace(part, finish_reason="length")  # nothing is left to continue
             parts.append(part)
@@ -114,8 +142,26 @@ class SampleRequester:
         self._emit_completed(whole, group_id, term, loop.time() - started_s)
         return whole
 
-    async def _answer(self, engine: Engine, request: GenerateRequest) -> Completion:
-        """One answer, within the retries. A refusal of the request itself is final at once."""
+    async def _committed(self, part: Completion, engine: Engine) -> None:
+        """Returns when no token of ``part`` is provisional. Raises ``SampleLost``."""
+        newest = max((span.version for span in part.spans), default=0)
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                while newest > self._version:
+                    if engine.name in self._fenced:
+                        raise SampleLost(
+                            "canary_failed", f"version {newest} on {engine.name}, which is out of service"
+                        )
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            limit_s = self._settings.timeout_s
+            raise SampleLost(
+                "canary_failed", f"version {newest} of {engine.name} was not committed within {limit_s:g} s"
+            ) from None
+
+    async def _answer(self, engine: Engine, request: GenerateRequest) -> tuple[Completion, Engine]:
+        """One answer and whose it is, within the retries. A refusal of the request itself is final."""
         loop = asyncio.get_running_loop()
         absent_since_s: float | None = None
         failures = 0
@@ -123,12 +169,17 @@ class SampleRequester:
             try:
                 completion = await self._ask(engine, request)
                 self._tokens += len(completion.token_ids)
-                return completion
+                return completion, engine
+            except _OutOfService:
+                engine = self._least_busy()
+                continue  # no fault of the request
             except EngineRefused as error:
                 if error.status == STALE_TERM_STATUS:
                     raise WorkerError(f"{engine.name} serves a newer term: {error}") from error
                 if error.status not in BUSY_STATUSES and error.status < 500:
                     raise SampleLost("request_refused", str(error)) from error
+                if error.status == OUT_OF_SERVICE_STATUS:
+                    self._avoid(engine)  # it answers so fast that it would always be the least busy one
                 failures += 1
                 last: Exception = error
             except EngineUnreachable as error:
@@ -154,12 +205,17 @@ class SampleRequester:
             engine = self._least_busy(unless=engine.name)
 
     async def _ask(self, engine: Engine, request: GenerateRequest) -> Completion:
-        self._inflight[engine.name] += 1
+        asking, what = self._asking[engine.name], f"{request.request_id} on {engine.name}"
         try:
-            answer = engine.generate(request)
-            return await bounded(answer, self._settings.timeout_s, f"{request.request_id} on {engine.name}")
+            async with asyncio.timeout(None) as scope:  # ``fence`` ends it
+                asking[request.request_id] = scope
+                return await bounded(engine.generate(request), self._settings.timeout_s, what)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise _OutOfService(what) from error
         finally:
-            self._inflight[engine.name] -= 1
+            del asking[request.request_id]
 
     def _avoid(self, engine: Engine) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -168,14 +224,17 @@ class SampleRequester:
     def _least_busy(self, unless: str = "") -> Engine:
         """Ties go to the first engine, so that the choice depends on nothing but load and behaviour.
 
-        A dead engine fails so fast that it would always be the least busy one, and a fenced one holds what
-        it is sent for ever: hence ``_avoid``.
+        A dead engine fails so fast that it would always be the least busy one: hence ``_avoid``. Raises
+        ``WorkerError`` when all engines are out of service.
         """
         now_s = asyncio.get_running_loop().time()
-        candidates = [engine for engine in self._engines if engine.name != unless] or list(self._engines)
+        serving = [engine for engine in self._engines if engine.name not in self._fenced]
+        if not serving:
+            raise WorkerError(f"all engines are out of service: {', '.join(sorted(self._fenced))}")
+        candidates = [engine for engine in serving if engine.name != unless] or serving
         return min(
             candidates,
-            key=lambda engine: (self._avoid_until_s[engine.name] > now_s, self._inflight[engine.name]),
+            key=lambda engine: (self._avoid_until_s[engine.name] > now_s, len(self._asking[engine.name])),
         )
 
     def _emit_completed(self, whole: Completion, group_id: str, term: int, duration_s: float) -> None:

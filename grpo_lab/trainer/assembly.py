@@ -96,6 +96,7 @@ def make_worker_process(
         events_dir=args.events_dir,
         started_s=time.monotonic() - recorder.now_s,
         cause=recorder.last_id,
+        fenced=start.fenced,
         engine_wait_s=min(args.vllm_server_timeout, args.request_timeout),
     )
     return WorkerProcess(spec, recorder, args.heartbeat_stale_after_s)

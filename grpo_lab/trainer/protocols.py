@@ -7,7 +7,7 @@ put behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,6 +37,14 @@ class RolloutWorkerProtocol(Protocol):
     def update_model_version(self, version: int) -> None: ...
 
 
+class FencingWorker(Protocol):
+    """What a worker may offer besides: it is told which engines went out of service, before the version
+    that was committed without them. One that does not offer it finds out by its requests' time-outs.
+    """
+
+    def fence_engines(self, names: Sequence[str]) -> None: ...
+
+
 class WeightTransferProtocol(Protocol):
     """Moves weights to the engines: init, then (pause, send, resume) for each sync, then destroy."""
 
@@ -49,21 +57,27 @@ class WeightTransferProtocol(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What a rollout worker must know to begin: identity, first version, and which prompts are done."""
+    """What a rollout worker must know to begin: identity, first version, which prompts are done, and which
+    engines are out of service already.
+    """
 
     term: int
     version: int
     cursor: CursorState
+    fenced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOutcome:
-    """``committed`` is False when the sync failed but enough engines live on the previous version."""
+    """``committed`` is False when the sync failed but enough engines live on the previous version;
+    ``fenced`` names those that are out of service.
+    """
 
     version: int
     committed: bool
     phases_s: dict[str, float] = field(default_factory=dict)
     total_s: float = 0.0
+    fenced: tuple[str, ...] = ()
 
 
 class WeightSync(Protocol):

@@ -68,6 +68,7 @@ class TrainingTerm:
         self._make_worker = make_worker
         self._named_tensors = named_tensors
         self._worker: RolloutWorkerProtocol | None = None
+        self._fenced: tuple[str, ...] = ()
         self._steps_of: dict[int, int] = {}
         self._cursor = PromptCursorLedger(lineage.cursor)
         self._buffer = GroupBuffer(
@@ -120,15 +121,19 @@ class TrainingTerm:
             return
         if self.version == self.lineage.version:
             raise SyncError("the rollout worker must not start before the initial weight sync")
-        self._worker = self._make_worker(WorkerStart(self.term, self.version, self.cursor))
+        start = WorkerStart(self.term, self.version, self.cursor, self._fenced)
+        self._worker = self._make_worker(start)
         self._worker.start()
 
     def sync(self) -> SyncOutcome:
         """Publishes the current weights and announces their version once it is committed."""
         outcome = self._sync_until_committed()
         if self._worker is not None:
-            self._worker.update_model_version(self.version)
             self._recorder.emit(VersionAnnounced(term=self.term, version=self.version))
+            fence = getattr(self._worker, "fence_engines", None)  # optional, see FencingWorker
+            if fence is not None and outcome.fenced:
+                fence(outcome.fenced)
+            self._worker.update_model_version(self.version)
         return outcome
 
     def next_groups(self) -> tuple[tuple[RolloutGroup, ...], float]:
@@ -190,8 +195,9 @@ class TrainingTerm:
         cursor = self.cursor  # before left-over groups: their prompts were not trained on
         ended_normally = error is None
         error = self._attempt("stopping the rollout worker", self._stop_worker, error)
-        if ended_normally and error is None and self._args.final_sync and not self.weights_are_version:
-            error = self._attempt("the final weight sync", self._final_sync, error)
+        if ended_normally and self._args.final_sync and not self.weights_are_version:
+            # Whatever stopping raised on this rank: the others are in the sync already.
+            error = self._attempt("the final weight sync", self._sync_until_committed, error)
         error = self._attempt("closing the weight transfer", self._weight_sync.close, error)
         error = self._attempt("dropping the groups that were left", self._drop_rest, error)
         return Lineage(self.term, self.version, self.optimizer_step, cursor), error
@@ -204,6 +210,7 @@ class TrainingTerm:
         """A sync that commits nothing leaves admission waiting for its version, so it is repeated at once."""
         for _ in range(self._args.sync_attempts):
             outcome = self._weight_sync.sync(self._named_tensors, self.optimizer_step)
+            self._fenced = outcome.fenced
             if outcome.committed:
                 self.version = outcome.version
                 self.synced_step = self._steps_of[self.version] = self.optimizer_step
@@ -212,9 +219,6 @@ class TrainingTerm:
             f"{self._args.sync_attempts} weight syncs in a row committed no version after {self.version}; "
             "the engines' answers are in the trace"
         )
-
-    def _final_sync(self) -> None:
-        self._sync_until_committed()
 
     def _stop_worker(self) -> None:
         if self._worker is not None:
@@ -258,7 +262,7 @@ class TrainingTerm:
 
     @staticmethod
     def _attempt(
-        what: str, function: Callable[[], None], error: BaseException | None
+        what: str, function: Callable[[], object], error: BaseException | None
     ) -> BaseException | None:
         try:
             function()

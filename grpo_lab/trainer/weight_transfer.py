@@ -107,7 +107,8 @@ class CoordinatedSync:
         report = self._call(lambda one: one.sync(optimizer_step))
         resident_bytes = psutil.Process().memory_info().rss
         self._recorder.emit(MemoryMeasured(member=self._recorder.actor, resident_bytes=resident_bytes))
-        return SyncOutcome(report.version, report.committed, report.phases_s, report.phases_s["total"])
+        total_s = report.phases_s["total"]
+        return SyncOutcome(report.version, report.committed, report.phases_s, total_s, report.fenced)
 
     def pause(self) -> None:
         self._call(lambda one: one.pause())

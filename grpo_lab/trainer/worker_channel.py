@@ -19,6 +19,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 
 Kind = Literal[
     "version",  # to the worker: (version)
+    "fenced",  # to the worker: names of engines that are out of service
     "taken",  # to the worker: one group left the queue
     "stop",  # to the worker
     "item",  # from the worker: a RolloutGroup or DroppedGroup

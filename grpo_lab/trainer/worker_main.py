@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """Everything the worker needs, sent to it once. ``started_s`` is the run's start on this host's clock,
-    ``cause`` the trainer's newest event before the worker's first.
+    ``cause`` the trainer's newest event before the worker's first, ``fenced`` names engines out of service.
     """
 
     term: int
@@ -55,6 +55,7 @@ class WorkerSpec:
     events_dir: str | None
     started_s: float
     engine_wait_s: float
+    fenced: tuple[str, ...] = ()
     actor: str = "worker"
     cause: str = ""
 
@@ -116,7 +117,7 @@ async def _main(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int
 
 
 async def _serve(reader: asyncio.StreamReader, send: _Sender, spec: WorkerSpec, recorder: Recorder) -> None:
-    engines = await connect_engines(spec.engine_urls, recorder, spec.engine_wait_s)
+    engines = await connect_engines(spec.engine_urls, recorder, spec.engine_wait_s, without=spec.fenced)
     sample_queue = ChannelQueue(spec.queue_capacity, send, recorder)
     rewards = RewardFunctions(
         spec.reward_funcs, spec.tokenizer, weights=spec.reward_weights, timeout_s=spec.reward_timeout_s
@@ -159,6 +160,8 @@ async def _listen(
             recorder.observe(message.cause)
             if message.kind == "version":
                 worker.update_model_version(message.body)
+            elif message.kind == "fenced":
+                worker.fence_engines(message.body)
             elif message.kind == "taken":
                 sample_queue.taken()
             elif message.kind == "stop":

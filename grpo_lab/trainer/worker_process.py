@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -83,6 +84,10 @@ class WorkerProcess:
 
     def update_model_version(self, version: int) -> None:
         self._send(Message("version", version, self._recorder.last_id))
+
+    def fence_engines(self, names: Sequence[str]) -> None:
+        """See ``FencingWorker``."""
+        self._send(Message("fenced", tuple(names), self._recorder.last_id))
 
     def stop(self) -> None:
         """Asks the worker to end, takes what it still has to say, and makes sure that it is gone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from grpo_lab.errors import EngineUnreachable
 from grpo_lab.ports import Engine, Recorder
@@ -12,8 +12,11 @@ from grpo_lab.transport.vllm_http import VllmHttpEngine
 LOOK_EVERY_S = 0.25
 
 
-async def connect_engines(urls: Sequence[str], recorder: Recorder, wait_s: float) -> tuple[Engine, ...]:
+async def connect_engines(
+    urls: Sequence[str], recorder: Recorder, wait_s: float, without: Collection[str] = ()
+) -> tuple[Engine, ...]:
     """Clients named engine-0, engine-1, ... in the order of ``urls``; what each can do has been asked.
+    Those named in ``without`` are left out.
 
     A server that is still starting refuses connections: it is looked for again until ``wait_s``.
 
@@ -21,7 +24,8 @@ async def connect_engines(urls: Sequence[str], recorder: Recorder, wait_s: float
         EngineUnreachable: nothing listens there.
         EngineError: something else does, or it answers nonsense.
     """
-    engines = tuple(VllmHttpEngine(f"engine-{index}", url, recorder) for index, url in enumerate(urls))
+    named = {f"engine-{index}": url for index, url in enumerate(urls)}
+    engines = tuple(VllmHttpEngine(name, named[name], recorder) for name in named if name not in without)
     try:
         found = await asyncio.gather(
             *(_discover(engine, wait_s) for engine in engines), return_exceptions=True

@@ -159,8 +159,9 @@ class StagingEngine:
         fault = await self._enter("update")
         unpacker = Unpacker(self._plan)
         place = {"engine": self.name, "term": sync.term, "version": sync.version, "attempt": sync.attempt}
+        buckets = self._receiver.receive(sync, info)
         try:
-            async for bucket in self._receiver.receive(sync, info):
+            async for bucket in buckets:
                 found = hash64(bucket.memory)
                 ok = found == bucket.hash64
                 self.recorder.emit(
@@ -179,6 +180,8 @@ class StagingEngine:
             self._staged = None
             self.recorder.emit(UpdateFailed(**place, reason=str(error)))
             raise EngineRefused(f"{self.name}: {error}", 500) from error
+        finally:
+            await buckets.aclose()  # not whenever it is collected: that would differ from run to run
         await self._leave(fault)
 
     async def finish_update(self, sync: SyncId) -> None:

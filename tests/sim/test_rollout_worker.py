@@ -224,6 +224,70 @@ def test_a_slow_engine_beside_a_dead_one_is_not_taken_for_gone():
     simulate(scenario)
 
 
+def test_what_a_fenced_engine_holds_is_asked_for_elsewhere_at_once():
+    async def scenario(context):
+        engines = [TokenEngine("engine-0"), TokenEngine("engine-1")]
+        engines[0].pause_abort()  # it lives, and holds what it is sent for ever
+        world = RolloutWorld(context, engines, max_inflight=4)
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, world.worker.fence_engines, ["engine-0", "engine-7"])
+        loop.call_later(1.5, world.worker.fence_engines, ["engine-0"])
+        items = await world.run_until(groups=4)
+        assert not any(isinstance(item, DroppedGroup) for item in items)
+        assert context.now_s < 4, "a request waited for its time-out"
+        assert engines[0].running == 0
+        assert all(request.request_id.startswith(("t1.g0.", "t1.g1.")) for request in engines[0].requests)
+
+    _, reasons = simulate(scenario)
+    assert set(reasons) <= {"shutdown"}
+
+
+def test_without_any_engine_in_service_the_worker_ends():
+    async def scenario(context):
+        world = RolloutWorld(context)
+        asyncio.get_running_loop().call_later(0.2, world.worker.fence_engines, ["engine-0"])
+        await world.run_until(groups=1000)
+
+    failing(scenario, WorkerError, "all engines are out of service: engine-0")
+
+
+def test_provisional_tokens_are_given_out_when_their_version_is_committed():
+    async def scenario(context):
+        world = RolloutWorld(context, [TokenEngine(version=2)], max_inflight=2)
+        asyncio.get_running_loop().call_later(3.0, world.worker.update_model_version, 2)
+        (group,) = await world.run_until(groups=1)
+        assert group.version_first == 2
+        assert 3.0 <= context.now_s < 3.2
+
+    simulate(scenario)
+
+
+def test_provisional_tokens_of_an_engine_that_is_fenced_are_lost_with_their_groups():
+    """What it gave under weights that nobody proved must not be continued elsewhere either."""
+
+    async def scenario(context):
+        engines = [TokenEngine("engine-0", version=2, token_s=0.05), TokenEngine("engine-1", token_s=1.0)]
+        world = RolloutWorld(context, engines, max_inflight=2, tokens=6)
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.2, engines[0].pause_abort)
+        loop.call_later(0.5, world.worker.fence_engines, ["engine-0"])
+        items = await world.run_until(groups=2)
+        assert (items[0].number, items[0].reason) == (0, "canary_failed")
+        assert [span.version for sample in items[1].samples for span in sample.spans] == [1, 1]
+
+    simulate(scenario)
+
+
+def test_provisional_tokens_do_not_wait_for_ever():
+    async def scenario(context):
+        world = RolloutWorld(context, [TokenEngine(version=2)], max_inflight=2)
+        (lost,) = await world.run_until(groups=1)
+        assert (lost.reason, "not committed within 20 s" in lost.detail) == ("canary_failed", True)
+        assert context.now_s < 22
+
+    simulate(scenario)
+
+
 def test_an_engine_of_a_newer_term_ends_this_worker():
     async def scenario(context):
         world = RolloutWorld(context)
@@ -269,6 +333,7 @@ def test_a_sample_that_pauses_cut_off_is_continued_with_its_tokens_and_a_seed_of
             await asyncio.sleep(0.3)
             engine.version = version
             engine.resume()
+            world.worker.update_model_version(version)
 
         syncs = [asyncio.create_task(sync(at_s, version)) for at_s, version in ((1.0, 2), (2.5, 3))]
         (group,) = await world.run_until(groups=1)
@@ -316,6 +381,7 @@ def test_version_of_a_token_is_that_of_its_own_time_not_of_the_end():
     async def scenario(context):
         world = RolloutWorld(context, tokens=10, max_inflight=2)
         asyncio.get_running_loop().call_later(0.55, setattr, world.engines[0], "version", 2)
+        asyncio.get_running_loop().call_later(0.55, world.worker.update_model_version, 2)
         (group,) = await world.run_until(groups=1)
         for sample in group.samples:
             assert [(span.version, span.start, span.end) for span in sample.spans] == [(1, 0, 5), (2, 5, 10)]
