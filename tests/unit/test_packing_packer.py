@@ -204,9 +204,7 @@ def test_looking_for_moved_tensors_checks_its_arguments():
     near, data_ptr = array("Q", [0, 0]), torch.Tensor.data_ptr
     assert not views.moved(0, (memory,), 0, 1, data_ptr, near)
     assert views.moved(0, (torch.zeros(100),), 0, 1, data_ptr, near)
-    assert not views.moved(
-        0, (memory,), 0, 1, data_ptr, array("Q", [1, (1 << 64) - 1])
-    )  # hints
+    assert not views.moved(0, (memory,), 0, 1, data_ptr, array("Q", [1, (1 << 64) - 1]))  # hints
     for first, begin, end, message in [
         (0, 0, 2, "no such tensors"),
         (0, 1, 0, "no such tensors"),
