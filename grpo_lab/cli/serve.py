@@ -71,6 +71,10 @@ class ServeConfig:
             value = getattr(self, name)
             if not 1 <= value <= high:
                 raise ConfigError(name, value, f"an integer from 1 to {high}")
+        if self.max_model_len is not None and not 2 <= self.max_model_len <= 1 << 24:
+            raise ConfigError(
+                "max_model_len", self.max_model_len, f"nothing, or an integer from 2 to {1 << 24}"
+            )
         if not 0 <= self.port <= 65_535:
             raise ConfigError("port", self.port, "an integer from 0 to 65535")
 

@@ -162,3 +162,5 @@ def test_values_out_of_range_are_refused(tmp_path):
         ServeConfig(tmp_path, port=70000)
     with pytest.raises(ConfigError, match="kv_blocks=0"):
         ServeConfig(tmp_path, kv_blocks=0)
+    with pytest.raises(ConfigError, match="max_model_len=-5: expected nothing, or an integer from 2"):
+        ServeConfig(tmp_path, max_model_len=-5)
