@@ -116,9 +116,13 @@ def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, (name, form) in formats.items():
         if summary.get(key) is not None:
             yield name, form.format(summary[key])
-    counts = [summary.get(key) for key in ("dispatched", "consumed", "dropped")]
-    if None not in counts:
-        yield "samples", "{:,} dispatched = {:,} consumed + {:,} dropped".format(*counts)
+    if summary.get("dispatched") is not None:
+        parts = [f"{summary[key]:,} {key}" for key in ("consumed", "dropped")]
+        left = {key: summary.get(key) or 0 for key in ("in_flight", "queued")}
+        parts += [f"{count:,} {key.replace('_', ' ')}" for key, count in left.items() if count]
+        ended = summary["consumed"] + summary["dropped"] + sum(left.values())
+        sign = "=" if ended == summary["dispatched"] else "!="
+        yield "samples", f"{summary['dispatched']:,} dispatched {sign} {' + '.join(parts)}"
 
 
 @contextlib.contextmanager

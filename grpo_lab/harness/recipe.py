@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from grpo_lab.errors import ConfigError
 
@@ -127,7 +128,7 @@ class Recipe:
                 raise ConfigError(name, value, _expected(name, hint))
         if not self.name or any(character in self.name for character in "/\\\0") or self.name[0] == ".":
             raise ConfigError("name", self.name, "a plain directory name")
-        if self.engine not in ("sim", "vllm") and not self.engine.startswith(("http://", "https://")):
+        if self.engine not in ("sim", "vllm") and not all(map(_is_address, self.engine.split(","))):
             raise ConfigError("engine", self.engine, "sim, vllm or http:// addresses, comma separated")
         if (self.prompts_per_step * self.num_generations) % self.trainer_ranks:
             raise ConfigError(
@@ -186,6 +187,14 @@ _WORDS: Mapping[Any, str] = {
     Path: "a path",
     int | None: "nothing, or an integer",
 }
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text.strip())
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, brackets that do not close
+        return False
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from grpo_lab.errors import ConfigError, GrpoLabError, ModelError
-from grpo_lab.events import MemberDied, MemberStarted, MemberStopped, RunDeclared, RunEnded
+from grpo_lab.events import MemberDied, MemberStopped, RunDeclared, RunEnded
 from grpo_lab.harness.attached import Attached, ask_engines
 from grpo_lab.harness.engine_process import EngineProcess, running_engines, simulated_engine
 from grpo_lab.harness.outcome import Outcome, finish_run, unfinished_samples
@@ -83,6 +83,8 @@ def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared
     values: dict[str, Any] = {name: getattr(recipe, name) for name in same}
     own = dataclasses.asdict(OWN_ENGINE)
     capabilities = {f"engine-{index}": own for index in range(recipe.engines)}
+    if attached is None:
+        values["prefix_policy"] = "versioned"  # what our engines do unless told otherwise
     return RunDeclared(
         world=recipe.world,
         engine=recipe.engine,
@@ -153,7 +155,9 @@ def _attempt(
         return Outcome("interrupted", "interrupted by the user", 130)
     except GrpoLabError as error:
         deaths = [f"{engine.command.name} {engine.death_seen}" for engine in engines if engine.death_seen]
-        return Outcome("failed", "; ".join([f"{type(error).__name__}: {error}", *deaths]), error.exit_code)
+        kind = f"{type(error).__name__}: "
+        words = kind + str(error).removeprefix(kind)  # an error of the worker's process comes with its kind
+        return Outcome("failed", "; ".join([words, *deaths]), error.exit_code)
     except Exception as error:
         log = directory.logs / "trainer.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")
@@ -197,20 +201,21 @@ def _engines(
         )
         for index in range(recipe.engines)
     ]
-    with contextlib.ExitStack() as stack:
-        with progress.stage(f"{recipe.engines} simulated vLLM"):
-            started.extend(stack.enter_context(running_engines(commands)))
+    try:
+        with contextlib.ExitStack() as stack:
+            with progress.stage(f"{recipe.engines} simulated vLLM"):
+                started.extend(stack.enter_context(running_engines(commands)))
+            try:
+                yield [engine.url for engine in started]
+            finally:
+                for engine in started:
+                    engine.death_seen = engine.death()
+    finally:  # they have ended, one way or the other
         for engine in started:
-            recorder.emit(MemberStarted(member=engine.command.name, role="engine"))
-        try:
-            yield [engine.url for engine in started]
-        finally:
-            for engine in started:
-                engine.death_seen = engine.death()
-                if engine.death_seen:
-                    recorder.emit(MemberDied(member=engine.command.name, detail=engine.death_seen))
-                else:
-                    recorder.emit(MemberStopped(member=engine.command.name))
+            if engine.death_seen:
+                recorder.emit(MemberDied(member=engine.command.name, detail=engine.death_seen))
+            else:
+                recorder.emit(MemberStopped(member=engine.command.name))
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "integrations": TOOLS,
     "cli": TOOLS | {"harness", "testing", "integrations"},
     "experiments": TOOLS | {"harness", "testing", "integrations"},
+    "__main__": {"cli"},
 }
 EXCEPTIONS: dict[tuple[str, str], str] = {}  # (importing module, imported unit): why
 

@@ -112,7 +112,10 @@ def test_a_name_is_that_of_a_directory(value):
     refused("name", name=value)
 
 
-@pytest.mark.parametrize("value", ["", "SIM", "localhost:8000", "ftp://a", "http:/a", "vllm "])
+@pytest.mark.parametrize(
+    "value",
+    ["", "SIM", "localhost:8000", "ftp://a", "http:/a", "vllm ", "http://", "http://a:x", "http://a:1,"],
+)
 def test_an_engine_is_known_or_has_an_address(value):
     refused("engine", engine=value)
 

@@ -1,0 +1,44 @@
+"""Parts of ``grpo-lab run`` that need no processes."""
+
+import pytest
+
+from grpo_lab.harness import attached
+from grpo_lab.harness.outcome import _headlines
+from grpo_lab.types import EngineCapabilities
+
+
+class RunningServer:
+    name = "engine-0"
+    capabilities = EngineCapabilities(staged=True, hashes=True, events=True)
+
+    async def weight_info(self):
+        return "t3.v7.a1"
+
+    async def close(self):
+        pass
+
+
+def test_events_of_an_attached_server_are_not_expected_in_the_trace(monkeypatch):
+    """Its events went elsewhere: rule S11 took their absence for weights that were never loaded."""
+
+    async def connect(urls, recorder, wait_s):
+        return (RunningServer(),)
+
+    monkeypatch.setattr(attached, "connect_engines", connect)
+    found = attached.ask_engines(["http://127.0.0.1:8000"])
+    assert found.capabilities["engine-0"]["events"] is False
+    assert found.capabilities["engine-0"]["hashes"] is True
+    assert found.newest_term == 3
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ({"in_flight": 0, "queued": 0}, "12 dispatched != 4 consumed + 2 dropped"),
+        ({"in_flight": 5, "queued": 1}, "12 dispatched = 4 consumed + 2 dropped + 5 in flight + 1 queued"),
+        ({}, "12 dispatched != 4 consumed + 2 dropped"),
+    ],
+)
+def test_the_told_sum_of_samples_is_true(left, words):
+    told = dict(_headlines({"dispatched": 12, "consumed": 4, "dropped": 2, **left}))
+    assert told["samples"] == words
