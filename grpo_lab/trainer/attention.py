@@ -1,7 +1,7 @@
 """Causal attention over sequences that lie one behind the other in a single row, without padding.
 
 Importing this module registers the attention function ``grpo_lab_varlen`` with transformers. It acts
-when the caller passes ``cu_seq_lens_q`` (as ``packed_forward`` does) and is plain SDPA otherwise, so a
+when the caller passes ``cu_seq_lens_q`` (as ``packed_logprobs`` does) and is plain SDPA otherwise, so a
 model that was switched to it still evaluates and generates as before.
 
 Attention dropout is never applied: the engines that sampled the tokens have none.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
-from grpo_lab.events import BucketPackBegan, BucketPacked
+from grpo_lab.events import BucketPackBegan, BucketPacked, GatherBegan, GatherEnded
 from grpo_lab.packing import BucketPlan, Packer
 from grpo_lab.ports import Bridge, Recorder
 from grpo_lab.trainer.protocols import NamedTensors
@@ -39,6 +37,7 @@ class PackedSource:
         wire_dtype: str | None,
         num_threads: int,
         sends: bool,
+        rank: int = 0,
     ) -> None:
         self._named_tensors = named_tensors
         self._bridge = bridge
@@ -47,6 +46,7 @@ class PackedSource:
         self._score = score
         self._num_threads = num_threads
         self._sends = sends
+        self._rank = rank
         self._plan = BucketPlan.build(dict(named_tensors()), wire_dtype=wire_dtype, bucket_bytes=bucket_bytes)
         self._json = self._plan.to_json()
         self._digest = self._plan.digest()
@@ -105,18 +105,15 @@ class PackedSource:
         packer = self._packer
         assert packer is not None, "begin() comes first"
         started_s = time.perf_counter()
+        bucket = {**_fields(self._sync), "bucket": index}
+        self._recorder.emit(GatherBegan(**bucket, rank=self._rank))
         packer.gather(index)
+        self._recorder.emit(GatherEnded(**bucket, rank=self._rank))
         gathered_s = time.perf_counter()
         self._phases_s["gather"] += gathered_s - started_s
         if not self._sends:
             return Bucket(index, 0, memoryview(b""), 0, 0)
-        place = {
-            "term": self._sync.term,
-            "version": self._sync.version,
-            "attempt": self._sync.attempt,
-            "bucket": index,
-            "slot": index % packer.slots,
-        }
+        place = {**bucket, "slot": index % packer.slots}
         self._recorder.emit(BucketPackBegan(**place))
         packed = packer.pack(index)
         self._recorder.emit(BucketPacked(**place, nbytes=packed.nbytes, hash64=packed.hash64))
@@ -124,19 +121,5 @@ class PackedSource:
         return Bucket(packed.index, packed.slot, packed.memory, packed.nbytes, packed.hash64)
 
 
-@torch.no_grad()
-def score_with(model: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Logprob of every token but the first of each sequence, by the model's own forward pass."""
-    scores: list[list[float]] = []
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        for sequence in sequences:
-            tokens = torch.tensor([list(sequence)], device=device)
-            logits = model(input_ids=tokens).logits[0, :-1].float()
-            chosen = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-            scores.append([float(value) for value in chosen])
-    finally:
-        model.train(was_training)
-    return scores
+def _fields(sync: SyncId) -> dict[str, int]:
+    return {"term": sync.term, "version": sync.version, "attempt": sync.attempt}

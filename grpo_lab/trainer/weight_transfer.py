@@ -85,6 +85,7 @@ class CoordinatedSync:
             wire_dtype=self._settings.wire_dtype,
             num_threads=self._settings.pack_threads,
             sends=transport is not None,
+            rank=ranks.rank,
         )
 
         async def start() -> None:

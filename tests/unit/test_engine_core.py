@@ -382,7 +382,7 @@ async def test_steps_and_writes_do_not_overlap_in_the_trace():
 async def test_older_terms_are_refused():
     async with running() as core:
         await core.pause("keep", term=3)
-        with pytest.raises(StaleTerm, match="term 2 is over: this engine has seen term 3"):
+        with pytest.raises(StaleTerm, match=r"has seen term 3\. A new trainer needs first_term=4"):
             await core.resume(term=2)
         with pytest.raises(StaleTerm):
             core.submit(PROMPT, sampling(3), "a", term=1)
