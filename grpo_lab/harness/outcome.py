@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -12,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import grpo_lab
-from grpo_lab.check import CheckResult, check_trace, merge_to, read_parts
+from grpo_lab.check import CheckResult, check_trace, merge_to
 from grpo_lab.errors import GrpoLabError
-from grpo_lab.events import GroupAdmitted, GroupConsumed, GroupDropped, GroupQueued
+from grpo_lab.events import GroupAdmitted, GroupConsumed, GroupDropped, GroupQueued, Record
 from grpo_lab.harness.run_dir import RunDir, source_commit
 from grpo_lab.report.files import read_trace, write_report
 from grpo_lab.report.summary import summarise
@@ -32,11 +34,32 @@ class Outcome:
     exit_code: int
 
 
-def unfinished_samples(directory: RunDir) -> tuple[int, int]:
+def attempt(body: Callable[[], object], log: Path, deaths: Callable[[], Sequence[str]] = tuple) -> Outcome:
+    """Does it and says how it ended.
+
+    Args:
+        log: where the traceback of what is not of ``grpo_lab.errors`` goes.
+        deaths: what is to be told besides a failure.
+    """
+    try:
+        body()
+    except KeyboardInterrupt:
+        return Outcome("interrupted", "interrupted by the user", 130)
+    except GrpoLabError as error:
+        kind = f"{type(error).__name__}: "
+        words = kind + str(error).removeprefix(kind)  # an error of the worker's process comes with its kind
+        return Outcome("failed", "; ".join([words, *deaths()]), error.exit_code)
+    except Exception as error:
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+        return Outcome("failed", f"{type(error).__name__}: {error} (traceback in {log})", 3)
+    return Outcome("clean", "", 0)
+
+
+def unfinished_samples(records: Iterable[Record]) -> tuple[int, int]:
     """Samples that neither were consumed nor dropped: (in flight, queued)."""
     in_flight: dict[str, int] = {}
     queued: dict[str, int] = {}
-    for record in read_parts(directory.events):
+    for record in records:
         match record.event:
             case GroupAdmitted(group=group, samples=samples):
                 in_flight[group] = len(samples)
@@ -106,11 +129,13 @@ def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     before, after = summary.get("heldout_accuracy_before"), summary.get("heldout_accuracy_after")
     if before is not None and after is not None:
         yield "held-out accuracy", f"{before:.3f} -> {after:.3f}"
+    second = "s" if summary.get("virtual_s") is None else "virtual s"
     formats = {
         "weight_versions": ("weight versions", "{:,}"),
         "staleness_max_steps": ("oldest sample used", "{} optimizer steps"),
         "logprob_gap_max": ("logprob gap", "{:.1e} at equal weights"),
-        "tokens_per_s": ("generated", "{:,.0f} tokens/s"),
+        "tokens_per_s": ("generated", f"{{:,.0f}} tokens/{second}"),
+        "virtual_s": ("virtual clock", "{:,.1f} s (simulated)"),
         "wall_s": ("wall clock", "{:.0f} s"),
     }
     for key, (name, form) in formats.items():

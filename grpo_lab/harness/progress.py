@@ -21,6 +21,7 @@ class RunProgress:
         self._console = console
         self._total = total_steps
         self._last_plain_s = 0.0
+        self._clock = time.monotonic  # kept: while a simulation runs, the name means virtual time
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if console.is_terminal:
@@ -51,11 +52,11 @@ class RunProgress:
     @contextmanager
     def stage(self, words: str) -> Iterator[None]:
         """Says what is being done, and how long it took."""
-        started_s = time.monotonic()
+        started_s = self._clock()
         if self._bar is None:
             self._console.print(f"{words} ...")
         yield
-        took = time.monotonic() - started_s
+        took = self._clock() - started_s
         if self._bar is not None:
             self._console.print(f"[green]done[/] {words} [dim]({took:.1f} s)[/]")
         elif took > 1.0:
@@ -79,7 +80,7 @@ class RunProgress:
                 self._task = self._bar.add_task(what, total=total, figures="")
             self._bar.update(self._task, completed=done, total=total, figures=figures)
             return
-        now_s = time.monotonic()
+        now_s = self._clock()
         if force or now_s - self._last_plain_s >= PLAIN_EVERY_S:
             self._last_plain_s = now_s
             self._console.print(f"{what} {done}/{total}  {figures}", highlight=False)

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import signal
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -18,15 +17,17 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_lab.errors import ConfigError, GrpoLabError, ModelError
+from grpo_lab.check import read_parts
+from grpo_lab.errors import ConfigError, ModelError
 from grpo_lab.events import MemberDied, MemberStopped, RunDeclared, RunEnded
 from grpo_lab.harness.attached import Attached, ask_engines
 from grpo_lab.harness.engine_process import EngineProcess, running_engines, simulated_engine
-from grpo_lab.harness.outcome import Outcome, finish_run, unfinished_samples
+from grpo_lab.harness.outcome import Outcome, attempt, finish_run, unfinished_samples
 from grpo_lab.harness.progress import RunProgress
 from grpo_lab.harness.recipe import Recipe
 from grpo_lab.harness.rewards import reward_functions
 from grpo_lab.harness.run_dir import RunDir, environment, make_run_dir
+from grpo_lab.harness.simulated import end_trace, simulate, trace_recorder
 from grpo_lab.harness.training import load_training_data, train, trainer_config
 from grpo_lab.recorders import FileRecorder, ListRecorder, run_clock
 from grpo_lab.tasks import get_task, task_names
@@ -51,11 +52,16 @@ def run(recipe: Recipe, console: Console) -> int:
     directory.write_json("env.json", environment())
     console.print(f"run directory: {directory.path}", highlight=False)
     started_s = time.monotonic()
+    if recipe.world == "sim":
+        outcome = _simulate(recipe, directory, declaration(recipe), console)
+        return finish_run(directory, outcome, time.monotonic() - started_s, console)
     with FileRecorder("run", directory.events, run_clock(started_s)) as recorder:
         recorder.emit(declaration(recipe, attached))
         first_term = attached.newest_term + 1 if attached else 1
         outcome = _attempt(recipe, directory, recorder, started_s, first_term, console)
-        in_flight, queued = (0, 0) if outcome.ended == "clean" else unfinished_samples(directory)
+        in_flight, queued = (
+            (0, 0) if outcome.ended == "clean" else unfinished_samples(read_parts(directory.events))
+        )
         recorder.emit(
             RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued)
         )
@@ -110,8 +116,8 @@ def engine_urls(recipe: Recipe) -> list[str]:
 
 def _refuse_bad_input(recipe: Recipe) -> None:
     """Everything that can be known to fail before anything is made."""
-    if recipe.world != "real":
-        raise ConfigError("world", recipe.world, "real", "The simulated world has no command yet")
+    if recipe.world == "sim" and recipe.engine != "sim":
+        raise ConfigError("engine", recipe.engine, "sim in a simulated world")
     if recipe.engine == "vllm":
         raise ConfigError("engine", recipe.engine, "sim, or the address of a running server")
     if recipe.trainer_ranks != 1:
@@ -137,9 +143,10 @@ def _attempt(
     first_term: int,
     console: Console,
 ) -> Outcome:
-    """Runs it and says how it ended; nothing but a programming error of this function leaves it."""
+    """Runs it with real processes and says how it ended."""
     engines: list[EngineProcess] = []
-    try:
+
+    def body() -> None:
         with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
             model = _model(recipe, progress)
             with _engines(recipe, directory, recorder, model, started_s, progress, engines) as urls:
@@ -150,18 +157,27 @@ def _attempt(
                         train(recipe, directory, model, urls, trainer_recorder, progress.step, first_term)
                     finally:
                         recorder.observe(trainer_recorder.last_id)
-        return Outcome("clean", "", 0)
-    except KeyboardInterrupt:
-        return Outcome("interrupted", "interrupted by the user", 130)
-    except GrpoLabError as error:
-        deaths = [f"{engine.command.name} {engine.death_seen}" for engine in engines if engine.death_seen]
-        kind = f"{type(error).__name__}: "
-        words = kind + str(error).removeprefix(kind)  # an error of the worker's process comes with its kind
-        return Outcome("failed", "; ".join([words, *deaths]), error.exit_code)
-    except Exception as error:
-        log = directory.logs / "trainer.log"
-        log.write_text(traceback.format_exc(), encoding="utf-8")
-        return Outcome("failed", f"{type(error).__name__}: {error} (traceback in {log})", 3)
+
+    def deaths() -> list[str]:
+        return [f"{engine.command.name} {engine.death_seen}" for engine in engines if engine.death_seen]
+
+    return attempt(body, directory.logs / "trainer.log", deaths)
+
+
+def _simulate(recipe: Recipe, directory: RunDir, declared: RunDeclared, console: Console) -> Outcome:
+    """The whole run in this process, on a virtual clock; its trace is in its place afterwards."""
+
+    def body() -> None:
+        with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
+            model = _model(recipe, progress)
+            with progress.stage("simulation"):
+                simulated = simulate(recipe, directory, model, declared, recorder, progress.step)
+        console.print(simulated.words())
+
+    recorder = trace_recorder()
+    outcome = attempt(body, directory.logs / "trainer.log")
+    end_trace(recorder, outcome, directory)
+    return outcome
 
 
 def _model(recipe: Recipe, progress: RunProgress) -> Path:

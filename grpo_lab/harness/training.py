@@ -107,36 +107,40 @@ def train(
     first_term: int = 1,
 ) -> Learned:
     """Evaluates, trains, evaluates and saves the model to ``checkpoint/``. Raises what training raised."""
-    torch.set_num_threads(recipe.trainer_threads)
-    # It would break into ours.
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dataset = load_training_data(recipe)
-    show = _ShowSteps(step_seen)
     trainer = AsyncGRPOTrainer(
         str(model),
         list(reward_functions(recipe, dataset.column_names)),
         trainer_config(recipe, run, urls, first_term),
         dataset,
-        callbacks=[show],
         recorder=recorder,
     )
-    show.watch(trainer)
+    return learn(trainer, recipe, run, step_seen)
+
+
+def learn(trainer: AsyncGRPOTrainer, recipe: Recipe, run: RunDir, step_seen: StepSeen) -> Learned:
+    """The same with a trainer that is there already, of either world."""
+    torch.set_num_threads(recipe.trainer_threads)
+    # It would break into ours.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     trainer.remove_callback(PrinterCallback)
-    before = _evaluate(trainer, recipe, recorder)
+    trainer.add_callback(_ShowSteps(step_seen, lambda: trainer.version))
+    before = evaluate(trainer, recipe)
     trainer.train(resume_from_checkpoint=recipe.resume_from or None)
-    after = _evaluate(trainer, recipe, recorder)
+    after = evaluate(trainer, recipe)
     trainer.save_model(str(run.checkpoint))
     return Learned(before, after)
 
 
-def _evaluate(trainer: AsyncGRPOTrainer, recipe: Recipe, recorder: Recorder) -> float | None:
+def evaluate(trainer: AsyncGRPOTrainer, recipe: Recipe) -> float | None:
+    """Greedy accuracy on the held-out prompts, also into the trace; None where there are none."""
     if recipe.task not in task_names() or not recipe.heldout_prompts or not trainer.is_world_process_zero():
         return None
     task = get_task(recipe.task)
     rows = task.generate("heldout", recipe.heldout_prompts, recipe.seed)
     tokenizer: Any = trainer.processing_class
     accuracy = evaluate_greedy(trainer.model, tokenizer, rows, task)
-    recorder.emit(
+    trainer.recorder.emit(
         Evaluated(
             split="heldout",
             accuracy=accuracy,
@@ -151,13 +155,10 @@ def _evaluate(trainer: AsyncGRPOTrainer, recipe: Recipe, recorder: Recorder) -> 
 class _ShowSteps(TrainerCallback):
     """Passes what transformers logs on to the progress display."""
 
-    def __init__(self, step_seen: StepSeen) -> None:
+    def __init__(self, step_seen: StepSeen, version: Callable[[], int]) -> None:
         self._step_seen = step_seen
-        self._version: Callable[[], int] = lambda: 0
+        self._version = version
         self._logged_s = time.monotonic()
-
-    def watch(self, trainer: AsyncGRPOTrainer) -> None:
-        self._version = lambda: trainer.version
 
     def on_log(
         self,

@@ -33,9 +33,15 @@ def build_weight_sync(
     async def engines() -> Sequence[Engine]:
         return await connect_engines(args.engine_urls, recorder, args.vllm_server_timeout)
 
+    settings = transfer_settings(args, vocabulary)
+    return CoordinatedSync(engines, named_tensors, score, recorder, settings)
+
+
+def transfer_settings(args: AsyncGRPOConfig, vocabulary: int) -> TransferSettings:
+    """How to sync, in either world."""
     pause_mode: PauseMode = args.pause_mode  # type: ignore[assignment]
     canary = fixed_canary(args.canary_sequences, args.canary_length, vocabulary, args.canary_tolerance)
-    settings = TransferSettings(
+    return TransferSettings(
         sync=SyncSettings(
             pause_mode=pause_mode,
             clear_cache=args.clear_cache,
@@ -50,7 +56,25 @@ def build_weight_sync(
         ring_slots=args.ring_slots,
         pack_threads=args.pack_threads,
     )
-    return CoordinatedSync(engines, named_tensors, score, recorder, settings)
+
+
+def rollout_settings(args: AsyncGRPOConfig) -> RolloutSettings:
+    """What the rollout worker does, in either world."""
+    sampling = SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+    )
+    return RolloutSettings(
+        num_generations=args.num_generations,
+        sampling=sampling,
+        bound=args.staleness_bound,
+        max_inflight=args.max_inflight_tasks,
+        request=RequestSettings(timeout_s=args.request_timeout, retries=args.request_retries),
+        group_timeout_s=(args.request_retries + 1) * args.request_timeout + args.reward_timeout,
+        seed=args.sampling_seed,
+    )
 
 
 def make_worker_process(
@@ -62,28 +86,13 @@ def make_worker_process(
     recorder: Recorder,
 ) -> WorkerProcess:
     """A rollout worker for one term, not started yet."""
-    sampling = SamplingParams(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-    )
-    settings = RolloutSettings(
-        num_generations=args.num_generations,
-        sampling=sampling,
-        bound=args.staleness_bound,
-        max_inflight=args.max_inflight_tasks,
-        request=RequestSettings(timeout_s=args.request_timeout, retries=args.request_retries),
-        group_timeout_s=(args.request_retries + 1) * args.request_timeout + args.reward_timeout,
-        seed=args.sampling_seed,
-    )
     weights = args.reward_weights
     spec = WorkerSpec(
         term=start.term,
         version=start.version,
         cursor=start.cursor,
         engine_urls=args.engine_urls,
-        settings=settings,
+        settings=rollout_settings(args),
         queue_capacity=args.queue_maxsize,
         dataset=dataset,
         reward_funcs=tuple(reward_funcs),

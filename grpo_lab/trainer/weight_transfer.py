@@ -18,7 +18,7 @@ import torch
 
 from grpo_lab.errors import SyncError
 from grpo_lab.events import MemoryMeasured
-from grpo_lab.ports import Engine, Ranks, Recorder
+from grpo_lab.ports import Bridge, Engine, Ranks, Recorder
 from grpo_lab.protocol.canary import Canary
 from grpo_lab.protocol.coordinator import Coordinator, SyncReport, SyncSettings
 from grpo_lab.trainer.bridge import ThreadBridge
@@ -45,6 +45,31 @@ class TransferSettings:
     pack_threads: int = 1
 
 
+def ring_transport(settings: TransferSettings, recorder: Recorder) -> RingTransport:
+    """The transport that ``settings`` names."""
+    return make_transport(
+        settings.transport,  # type: ignore[arg-type]
+        recorder=recorder,
+        slots=settings.ring_slots,
+        accept_timeout_s=settings.sync.timeouts.handshake_s,
+        progress_timeout_s=settings.sync.timeouts.transfer_s,
+    )
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncWorld:
+    """Where the syncs happen; by default in the real world. ``memory`` None: nothing to measure."""
+
+    bridge: Callable[[], Bridge] = ThreadBridge
+    transport: Callable[[TransferSettings, Recorder], RingTransport] = ring_transport
+    memory: Callable[[], int] | None = resident_bytes
+
+
 class CoordinatedSync:
     """Implements ``WeightSync`` with the protocol's coordinator on a loop of its own.
 
@@ -58,13 +83,15 @@ class CoordinatedSync:
         score: ScoreFunction,
         recorder: Recorder,
         settings: TransferSettings,
+        world: SyncWorld = SyncWorld(),
     ) -> None:
         self._make_engines = make_engines
+        self._world = world
         self._recorder = recorder
         self._settings = settings
         self._named_tensors = named_tensors
         self._score = score
-        self._bridge: ThreadBridge | None = None
+        self._bridge: Bridge | None = None
         self._coordinator: Coordinator | None = None
         self._engines: Sequence[Engine] = ()
         self._limits = settings.sync.timeouts
@@ -72,7 +99,7 @@ class CoordinatedSync:
     def connect(self, term: int, base_version: int) -> None:
         """Waits for the engines and joins them. Raises ``SyncError`` or ``HandshakeError``."""
         self.close()
-        self._bridge = bridge = ThreadBridge()
+        self._bridge = bridge = self._world.bridge()
         ranks = make_ranks(bridge, self._limits.agree_s)
         transport = self._make_transport() if ranks.rank == 0 else None
         source = PackedSource(
@@ -106,8 +133,9 @@ class CoordinatedSync:
         """Raises ``SyncError`` when training cannot go on."""
         self._named_tensors = named_tensors
         report = self._call(lambda one: one.sync(optimizer_step))
-        resident_bytes = psutil.Process().memory_info().rss
-        self._recorder.emit(MemoryMeasured(member=self._recorder.actor, resident_bytes=resident_bytes))
+        if self._world.memory is not None:
+            memory_bytes = self._world.memory()
+            self._recorder.emit(MemoryMeasured(member=self._recorder.actor, resident_bytes=memory_bytes))
         total_s = report.phases_s["total"]
         return SyncOutcome(report.version, report.committed, report.phases_s, total_s, report.fenced)
 
@@ -165,14 +193,7 @@ class CoordinatedSync:
         return self._named_tensors()
 
     def _make_transport(self) -> RingTransport:
-        settings = self._settings
-        return make_transport(
-            settings.transport,  # type: ignore[arg-type]
-            recorder=self._recorder,
-            slots=settings.ring_slots,
-            accept_timeout_s=settings.sync.timeouts.handshake_s,
-            progress_timeout_s=settings.sync.timeouts.transfer_s,
-        )
+        return self._world.transport(self._settings, self._recorder)
 
 
 class WeightTransferClient:
