@@ -33,6 +33,7 @@ from grpo_lab.events import (
     WeightsActivated,
     field_types,
 )
+from grpo_lab.report.strict_json import strict_json
 
 VIOLATED = 1
 SHOWN_PER_RULE = 5

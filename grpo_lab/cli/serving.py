@@ -75,7 +75,7 @@ def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
     text = Text(config.model)
     core = EngineCore(
         policy,
-        _recorder(config, stack),
+        recorder_of(config, stack),
         EngineConfig(
             name=config.name,
             max_num_seqs=config.max_num_seqs,
@@ -98,7 +98,8 @@ def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
     )
 
 
-def _recorder(config: ServeConfig, stack: ExitStack) -> Recorder:
+def recorder_of(config: ServeConfig, stack: ExitStack) -> Recorder:
+    """Where the engine's part of the trace goes; that it starts is the first thing there."""
     if config.events is None:
         return NullRecorder(config.name)  # a server without --events must not grow
     try:

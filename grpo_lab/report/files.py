@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -103,21 +102,6 @@ def _check_result(path: Path) -> dict[str, Any] | None:
     if not isinstance(result.get("rules"), list) or "violations" not in result:
         raise TraceError(f"{path}: it has no rules and violations, so it is no result of grpo-lab check.")
     return result
-
-
-def strict_json(value: Any) -> str:
-    """``value`` as JSON that every reader takes: a number that is not finite becomes null."""
-    return json.dumps(_finite(value), indent=2, default=str, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -59,6 +59,20 @@ def test_three_engines_one_damaged_bucket_one_retry():
     assert [event.accepted for event in _received(result, "engine-1", attempt=1)].count(False) == 1
 
 
+def test_every_bucket_is_gathered_before_it_is_packed():
+    async def scenario(world: World):
+        await world.coordinator.sync()
+
+    kinds = ("gather_began", "gather_ended", "bucket_pack_began", "bucket_packed")
+    made = [
+        (record.event.kind, record.event.bucket)
+        for record in run(scenario).records
+        if record.event.kind in kinds
+    ]
+    assert made == [(kind, bucket) for bucket in range(len(made) // 4) for kind in kinds]
+    assert len(made) >= 8
+
+
 def _received(result, engine, attempt):
     return [
         record.event

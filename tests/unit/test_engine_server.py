@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 from engine_kit import make_model
 
 from grpo_lab.cli.serve import READY, ServeConfig
+from grpo_lab.cli.serving import recorder_of
 from grpo_lab.errors import ConfigError
 
 START_S = 60
@@ -70,7 +72,17 @@ def test_serves_writes_its_trace_and_ends_on_sigterm(directory, tmp_path):
         _, errors = process.communicate(timeout=10)
         assert (process.returncode, errors) == (0, "")
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "engine-7.jsonl").read_text().splitlines()]
-    assert kinds == ["request_admitted", *["model_step"] * 3, "request_finished"]
+    assert kinds == ["member_started", "request_admitted", *["model_step"] * 3, "request_finished"]
+
+
+def test_a_server_that_starts_again_is_a_new_incarnation_in_its_trace(tmp_path):
+    for _ in range(3):
+        with ExitStack() as stack:
+            recorder_of(ServeConfig(Path("model"), events=tmp_path), stack)
+    rows = [json.loads(line) for line in (tmp_path / "engine-0.jsonl").read_text().splitlines()]
+    assert [(row["seq"], row["member"], row["incarnation"]) for row in rows] == [
+        (count, "engine-0", count + 1) for count in range(3)
+    ]
 
 
 def test_sigterm_is_quick_although_a_pause_holds_a_request(directory):

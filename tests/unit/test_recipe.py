@@ -341,6 +341,17 @@ def test_json_is_written_and_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    values = {"loss": math.nan, "steps": [1.0, -math.inf, {"gap": (math.inf, 2)}]}
+    RunDir(tmp_path).write_json("summary.json", values)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    read = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
+    assert read == {"loss": None, "steps": [1.0, None, {"gap": [None, 2]}]}
+
+
 def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.write_json("summary.json", {"a": 1})
