@@ -9,6 +9,7 @@ sanitize: venv  ## the packer's tests under AddressSanitizer and UBSan, its thre
 gpu-check: venv  ## what needs a GPU: the CUDA packer's tests, compute-sanitizer, rates
 	$(BIN)/python tests/gpu/check.py
 
-bench: venv  ## the packer against its peers; figures, plot and goals under runs/bench/
+bench: venv  ## the packer against its peers, and whole syncs; figures, plots and goals under runs/bench/
 	mkdir -p runs/bench
 	$(BIN)/grpo-lab bench pack --json runs/bench/pack.json --plot runs/bench/pack.svg
+	$(BIN)/grpo-lab bench sync --json runs/bench/sync.json --plot runs/bench/sync.svg

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpo_lab.errors import ConfigError
 
-BENCHMARKS = {"pack": "grpo_lab.cli.bench_pack"}
+BENCHMARKS = {"pack": "grpo_lab.cli.bench_pack", "sync": "grpo_lab.cli.bench_sync"}
 
 
 def main(arguments: Sequence[str]) -> int:
