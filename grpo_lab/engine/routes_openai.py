@@ -20,6 +20,7 @@ from grpo_lab.errors import ModelError
 
 DEFAULT_MAX_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_CHARACTERS_PER_TOKEN = 256  # no vocabulary's tokens are that long: such a text needs no tokenizer
 
 
 class OpenAiRoutes:
@@ -139,9 +140,13 @@ class OpenAiRoutes:
         return self._encode(rendered, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        limit = self._core.policy.max_model_len
+        if len(text) > MAX_CHARACTERS_PER_TOKEN * limit:
+            message = f"The prompt has {len(text)} characters; a context of {limit} tokens leaves no room"
+            raise ApiError(400, message, "prompt")
         try:
             return tuple(self._known_text().encode(text, add_special_tokens))
-        except ModelError as error:
+        except (ModelError, ValueError) as error:
             raise ApiError(400, str(error)) from error
 
     def _known_text(self) -> Text:

@@ -25,6 +25,9 @@ class Text:
         self._directory = Path(directory)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ``ValueError`` for what JSON can escape and is no text: half a surrogate pair."""
+        if not text.isascii():
+            text.encode()
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -19,7 +19,18 @@ SYNC_HEADER = "x-grpo-lab-sync"
 KIND_HEADER = "x-grpo-lab-kind"
 REQUEST_ID_HEADER = "x-request-id"
 
-_TYPES = {400: "Bad Request", 401: "Unauthorized", 404: "NotFoundError", 409: "ConflictError"}
+# Text becomes tokens at some 300 bytes of memory per character: without a limit one request can use up the
+# machine. Weights never come in a body.
+MAX_BODY_BYTES = 4 << 20
+MAX_TERM_DIGITS = 18
+
+_TYPES = {
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "NotFoundError",
+    409: "ConflictError",
+    413: "Request Entity Too Large",
+}
 _MISSING = object()
 
 
@@ -65,13 +76,20 @@ def invalid(kind: str, loc: str, message: str, value: Any, context: str = "") ->
 
 
 async def read_body(http: HttpRequest, required: bool = True) -> Fields:
-    """The request's JSON object; an empty body counts as ``{}`` and fails at its first required field."""
-    raw = await http.body()
+    """The request's JSON object; an empty body counts as ``{}`` and fails at its first required field.
+
+    More than ``MAX_BODY_BYTES`` are a 413, whatever the length header says.
+    """
+    raw = bytearray()
+    async for chunk in http.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes; send several requests")
     if not raw:
         return Fields({})
     try:
         data = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         place = error.pos if isinstance(error, json.JSONDecodeError) else 0
         raise invalid(
@@ -168,7 +186,7 @@ def query_flag(http: HttpRequest, name: str, default: bool) -> bool:
 
 def term_of(http: HttpRequest) -> int:
     text = http.headers.get(TERM_HEADER, "0")
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > MAX_TERM_DIGITS:
         raise ApiError(400, f"header {TERM_HEADER}: {text[:40]!r} is not a term", TERM_HEADER)
     return int(text)
 

@@ -24,6 +24,7 @@ from grpo_lab.engine.app import create_app
 from grpo_lab.engine.policy import SyntheticPolicy
 from grpo_lab.engine.text import Text
 from grpo_lab.engine.torch_policy import TorchPolicy
+from grpo_lab.engine.wire import MAX_BODY_BYTES
 from grpo_lab.types import SyncId
 
 GENERATE = "/inference/v1/generate"
@@ -510,3 +511,31 @@ async def test_metrics_count():
         assert (
             lines['vllm:request_success_total{engine="0",model_name="m",finished_reason="length"}'] == "2.0"
         )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b'{"prompt": ' + b"9" * 5000 + b"}", 400, "JSON decode error"),
+        (b'{"prompt": "' + b"1" * MAX_BODY_BYTES + b'"}', 413, f"larger than {MAX_BODY_BYTES} bytes"),
+        (b'{"prompt": "\\ud800"}', 400, "surrogates not allowed"),
+        (b'{"prompt": "' + b"1" * 2_000_000 + b'"}', 400, "The prompt has 2000000 characters"),
+    ],
+    ids=["digits", "too large", "half a character", "too long to tokenize"],
+)
+@in_loop
+async def test_hostile_bodies_cost_the_client_alone(directory, body, status, words):
+    async with served(text=Text(directory)) as (client, _):
+        answer = await client.post("/v1/completions", content=body)
+        assert answer.status_code == status
+        assert words in answer.json()["error"]["message"]
+
+
+@in_loop
+async def test_a_body_without_a_length_is_limited_too():
+    async def chunks():
+        for _ in range(MAX_BODY_BYTES // 65_536 + 1):
+            yield b" " * 65_536
+
+    async with served() as (client, _):
+        assert (await client.post(GENERATE, content=chunks())).status_code == 413
