@@ -241,7 +241,8 @@ class PayloadChanges(Rule):
     def began(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, TermBegan)
-        if event.checkpoint:
+        from_nothing = event.base_version == 0 and event.optimizer_step == 0
+        if event.checkpoint or from_nothing:  # the weights may be those of an earlier version again
             self._published, self._changed_by = None, ""
 
     @on(OptimizerStepApplied)

@@ -180,6 +180,8 @@ class PromptsSettled(LivenessRule):
         in_flight = context.parameter("max_inflight_tasks") // context.parameter("num_generations")
         self._due_steps: int = -(-capacity // per_step) + until_stale + 1
         self._under_way_at_most: int = capacity + in_flight + per_step
+        if context.declared.parameters.get("staleness_policy") == "freshest":
+            self._under_way_at_most += capacity  # its trainer looks at all that was queued and lets it refill
         self._steps = 0
         self._calm_since_step = 0
         self._under_way: dict[str, _Prompt] = {}

@@ -127,8 +127,9 @@ class CommitNeedsTheView(Rule):
     def emptied(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, (MemberDied, MemberStarted))
-        self._loaded.pop(event.member, None)
-        self._proved.pop(event.member, None)
+        if isinstance(event, MemberStarted):  # nobody can know that one died between its proof and the commit
+            self._loaded.pop(event.member, None)
+            self._proved.pop(event.member, None)
         self._fenced.pop(event.member, None)
         self._outside.pop(event.member, None)
         self._met.discard(event.member)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import grpo_lab
 from grpo_lab.engine import metrics
 from grpo_lab.engine.core import EngineCore
-from grpo_lab.engine.failures import BadRequest, EngineDead, StaleTerm
+from grpo_lab.engine.failures import BadRequest, EngineDead, NotInService, StaleTerm
 from grpo_lab.engine.rl_state import ReceiverFactory, RlState
 from grpo_lab.engine.routes_openai import OpenAiRoutes
 from grpo_lab.engine.routes_rl import RlRoutes
@@ -127,6 +127,7 @@ def _add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(BadRequest, as_status(400))
     app.add_exception_handler(StaleTerm, as_status(409))
+    app.add_exception_handler(NotInService, as_status(503))
     app.add_exception_handler(EngineDead, as_status(500))
     app.add_exception_handler(ClientDisconnect, client_gone)
     app.add_exception_handler(Exception, as_status(500))

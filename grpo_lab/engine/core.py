@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from grpo_lab.engine.block_pool import BlockPool
 from grpo_lab.engine.bookkeeping import Decode, TokenBook, finished_event
-from grpo_lab.engine.failures import BadRequest, EngineDead, StaleTerm
+from grpo_lab.engine.failures import BadRequest, EngineDead, NotInService, StaleTerm
 from grpo_lab.engine.policy import Policy
 from grpo_lab.engine.request import Request, WeightIdentity, sample_key
 from grpo_lab.engine.runner import InlineRunner, StepRunner
@@ -115,6 +115,13 @@ class EngineCore:
             raise StaleTerm(detail)
         self.term = max(self.term, term)
 
+    def _refuse_unsynced(self, request_id: str, term: int) -> None:
+        detail = f"{self.config.name} holds no synced weights yet: it is not in service for rollouts"
+        self.recorder.emit(
+            RequestRefused(engine=self.config.name, request=request_id, status=503, detail=detail, term=term)
+        )
+        raise NotInService(detail)
+
     # --- requests -----------------------------------------------------------------------------------
 
     def submit(
@@ -127,9 +134,15 @@ class EngineCore:
         stop_strings: tuple[str, ...] = (),
         top_logprobs: int = 0,
     ) -> Request:
-        """Puts a request into the waiting queue. Raises ``BadRequest``, ``StaleTerm`` or ``EngineDead``."""
+        """Puts a request into the waiting queue.
+
+        Raises ``BadRequest``, ``StaleTerm``, ``EngineDead``, or ``NotInService`` for a rollout of a training
+        run (one that names its term) while no synced weights are served.
+        """
         self.check_alive()
         self.observe_term(term, request_id)
+        if kind == "rollout" and term and self.identity.version == 0:
+            self._refuse_unsynced(request_id, term)
         prompt = tuple(prompt_token_ids)
         problem = request_problem(self.policy, prompt, sampling)
         if problem:

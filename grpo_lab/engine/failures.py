@@ -13,5 +13,9 @@ class StaleTerm(EngineError):
     """A message of an older trainer than one already seen: HTTP 409 (S12)."""
 
 
+class NotInService(EngineError):
+    """A rollout request before the first synced weights, as after a restart: HTTP 503 (S2, S31)."""
+
+
 class EngineDead(EngineError):
     """A step failed; the engine serves nothing any more: HTTP 500, /health 503."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 
 from grpo_lab.errors import GrpoLabError, HandshakeError, SyncError
 from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
@@ -106,9 +106,14 @@ class Delivery:
         self.proved = set()
         joined, self._joined = self._joined, ()  # a transport that failed is closed
         async with gathered_to_the_end(self._source):
-            await bounded(self._source.begin(sync), self._limits.transfer_s, "the first gather")
-            await self._demand("start", lambda engine: engine.start_update(sync), sync)
-            await self._move(sync, times)
+            try:
+                await bounded(self._source.begin(sync), self._limits.transfer_s, "the first gather")
+                await self._demand("start", lambda engine: engine.start_update(sync), sync)
+                await self._move(sync, times)
+            except BaseException:
+                with suppress(GrpoLabError):
+                    await self.close()  # the source only gathers from now on: a slot may still be read
+                raise
         self._joined = joined
         with times.measure("load"):
             failures = await self._finish(sync)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from grpo_lab.protocol.admission import StalenessBound
 from grpo_lab.types import CursorState, DroppedGroup, RolloutGroup
 
 NamedTensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -92,3 +93,22 @@ class WeightSync(Protocol):
 
 
 WorkerFactory = Callable[[WorkerStart], RolloutWorkerProtocol]
+
+
+class TermSettings(Protocol):
+    """What a training run reads of its configuration; ``AsyncGRPOConfig`` has it all."""
+
+    @property
+    def staleness_bound(self) -> StalenessBound: ...
+    @property
+    def staleness_policy(self) -> str: ...
+    @property
+    def groups_per_step(self) -> int: ...
+    @property
+    def queue_maxsize(self) -> int: ...
+    @property
+    def starvation_timeout(self) -> float: ...
+    @property
+    def sync_attempts(self) -> int: ...
+    @property
+    def final_sync(self) -> bool: ...

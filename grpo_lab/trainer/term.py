@@ -13,11 +13,11 @@ from grpo_lab.events import StepPlanned, TermBegan, TrainerStarved, VersionAnnou
 from grpo_lab.ports import Recorder
 from grpo_lab.protocol.cursor import PromptCursorLedger
 from grpo_lab.protocol.staleness import GroupBuffer
-from grpo_lab.trainer.config import AsyncGRPOConfig
 from grpo_lab.trainer.protocols import (
     NamedTensors,
     RolloutWorkerProtocol,
     SyncOutcome,
+    TermSettings,
     WeightSync,
     WorkerFactory,
     WorkerStart,
@@ -52,7 +52,7 @@ class TrainingTerm:
     def __init__(
         self,
         lineage: Lineage,
-        args: AsyncGRPOConfig,
+        args: TermSettings,
         recorder: Recorder,
         weight_sync: WeightSync,
         make_worker: WorkerFactory | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from grpo_lab.errors import TransportError
 from grpo_lab.events import BucketPackBegan, BucketPacked, GatherBegan, GatherEnded
 from grpo_lab.packing import BucketPlan, Packer
 from grpo_lab.ports import Bridge, Recorder
@@ -101,6 +102,13 @@ class PackedSource:
         self._packer.bind(dict(self._named_tensors()))
         self._phases_s["gather"] += time.perf_counter() - started_s
 
+    def _abandoned(self) -> bool:
+        """Whether the transport has given the ring up: its receivers may still read from the slots (S10)."""
+        try:
+            return self._ring() is not self._packs_into
+        except TransportError:
+            return True
+
     def _pack(self, index: int) -> Bucket:
         packer = self._packer
         assert packer is not None, "begin() comes first"
@@ -111,7 +119,7 @@ class PackedSource:
         self._recorder.emit(GatherEnded(**bucket, rank=self._rank))
         gathered_s = time.perf_counter()
         self._phases_s["gather"] += gathered_s - started_s
-        if not self._sends:
+        if not self._sends or self._abandoned():
             return Bucket(index, 0, memoryview(b""), 0, 0)
         place = {**bucket, "slot": index % packer.slots}
         self._recorder.emit(BucketPackBegan(**place))

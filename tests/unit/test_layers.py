@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "engine": PARTS,
     "transport": PARTS,
     "trainer": PARTS | {"transport"},
-    "sim": REAL_WORLD,
+    "sim": REAL_WORLD | {"check"},
     "harness": TOOLS,
     "testing": TOOLS,
     "integrations": TOOLS,

@@ -1,0 +1,238 @@
+"""The rollout worker of a simulated cluster: the protocol's worker, as an actor of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_lab.errors import GrpoLabError, RewardError, WorkerDied, WorkerError
+from grpo_lab.events import MemberDied, MemberStarted, MemberStopped
+from grpo_lab.ports import Engine
+from grpo_lab.protocol.rollout_worker import RolloutSettings, RolloutWorker
+from grpo_lab.protocol.sample_request import RequestSettings
+from grpo_lab.sim.engine_host import VOCABULARY
+from grpo_lab.sim.greenlet_bridge import GreenletBridge
+from grpo_lab.sim.life import Life
+from grpo_lab.sim.scenario import REWARD_CALL, WORKER, Scenario
+from grpo_lab.trainer.protocols import RolloutBuffer, WorkerStart
+from grpo_lab.trainer.worker_main import ChannelQueue
+from grpo_lab.types import CursorState, DroppedGroup, JsonDict, RolloutGroup, SamplingParams
+
+CHANNEL_S = 0.001  # one way between the trainer and its worker, which share a host
+STOP_S = 30.0
+_SHARED_PREFIX_TOKENS = 20  # more than a block of the KV cache
+
+Strike = Callable[..., dict[str, Any]]
+
+
+class SeededPrompts:
+    """Port ``PromptSource``: every fourth prompt begins with the same tokens, as few-shot prompts do."""
+
+    def __init__(self, seed: int, done: CursorState) -> None:
+        self._seed = seed
+        self._next = done.low_water
+        self._done = frozenset(done.done)
+
+    def next(self) -> tuple[int, tuple[int, ...], JsonDict]:
+        while self._next in self._done:
+            self._next += 1
+        index, self._next = self._next, self._next + 1
+        source = random.Random(f"prompt {self._seed} {index}")
+        own = tuple(source.randrange(VOCABULARY - 1) for _ in range(source.randint(1, 12)))
+        prefix = tuple(range(_SHARED_PREFIX_TOKENS)) if index % 4 == 0 else ()
+        return index, prefix + own, {"index": index}
+
+
+class SeededRewards:
+    """Port ``RewardModel``: 0 or 1 by the completion's tokens, after ``reward_s``."""
+
+    def __init__(self, scenario: Scenario, strike: Strike) -> None:
+        self._scenario = scenario
+        self._strike = strike
+
+    async def score(
+        self, row: JsonDict, completions: Sequence[tuple[int, ...]]
+    ) -> list[tuple[float | None, tuple[float | None, ...]]]:
+        met = self._strike(REWARD_CALL, WORKER)
+        await asyncio.sleep(self._scenario.reward_s)
+        if "reward_error" in met:
+            raise RewardError("reward function parity raised ValueError: injected")
+        values = [float(sum(ids) % 2) for ids in completions]
+        return [(value, (value,)) for value in values]
+
+
+class Channel:
+    """Messages in one direction, in order, each ``CHANNEL_S`` under way; closed, it drops them."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self.open = True
+
+    def send(self, receive: Callable[..., None], *message: Any) -> None:
+        self._under_way.append((receive, message))
+        asyncio.get_running_loop().call_later(CHANNEL_S, self._deliver)
+
+    def _deliver(self) -> None:
+        # The oldest, whichever timer this is: timers that are due together may fire in any order.
+        receive, message = self._under_way.popleft()
+        if self.open:
+            receive(*message)
+
+    def close(self) -> None:
+        self.open = False
+
+
+class LightWorker:
+    """``RolloutWorkerProtocol`` and its buffer, called on the trainer's blocking stack."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        start: WorkerStart,
+        engines: Sequence[Engine],
+        trainer: Life,
+        life: Life,
+        bridge: GreenletBridge,
+        strike: Strike,
+    ) -> None:
+        self.rollout_buffer: RolloutBuffer = self
+        self._trainer = trainer
+        self._life = life
+        self._bridge = bridge
+        self._to_trainer, self._to_worker = Channel(), Channel()
+        self._items: deque[RolloutGroup | DroppedGroup] = deque()
+        self._arrival = asyncio.Event()
+        self._failure: WorkerError | None = None
+        self._gone_told = False
+        self._stopped = False
+        self._running: asyncio.Task[None] | None = None
+        self._queue = ChannelQueue(scenario.queue_capacity, self._send, life)
+        self._worker = RolloutWorker(
+            engines,
+            SeededPrompts(scenario.seed, start.cursor),
+            SeededRewards(scenario, strike),
+            self._queue,
+            life,
+            worker_settings(scenario),
+            term=start.term,
+            version=start.version,
+            heartbeat=lambda progress, blocked_by: None,
+        )
+        self._worker.fence_engines(start.fenced)
+
+    def start(self) -> None:
+        self._trainer.emit(MemberStarted(member=WORKER, role="worker", incarnation=self._life.incarnation))
+        self._life.observe(self._trainer.last_id)
+        self._running = asyncio.get_running_loop().create_task(self._worker.run(), name="worker")
+        self._running.add_done_callback(self._ended)
+
+    def update_model_version(self, version: int) -> None:
+        cause = self._trainer.last_id
+
+        def receive() -> None:
+            self._life.observe(cause)
+            self._worker.update_model_version(version)
+
+        self._to_worker.send(receive)
+
+    def fence_engines(self, names: Sequence[str]) -> None:
+        self._to_worker.send(self._worker.fence_engines, tuple(names))
+
+    def stop(self) -> None:
+        if self._running is None or self._stopped:
+            return
+        self._stopped = True
+        self._to_worker.send(self._worker.stop)
+        self._bridge.call(self._wait_for_end(), STOP_S)
+        if not self._gone_told:
+            self._trainer.emit(MemberStopped(member=WORKER))
+        self._life.end()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutGroup | DroppedGroup:
+        """Raises ``queue.Empty`` in time; ``WorkerError`` or ``WorkerDied`` as soon as there is a reason."""
+        if not self._items:
+            self._bridge.call(self._wait_for_item(timeout if timeout else 0.0), STOP_S)
+        if not self._items:
+            self._raise_if_gone()
+            raise queue.Empty
+        item = self._items.popleft()
+        if isinstance(item, RolloutGroup):
+            self._to_worker.send(self._queue.taken)
+        return item
+
+    def crash(self) -> bool:
+        """The process is killed. False when it was not running."""
+        if self._running is None or not self._life.alive:
+            return False
+        self._life.end()
+        self._to_trainer.close()
+        self._to_worker.close()
+        self._failure = WorkerDied("the rollout worker was killed by SIGKILL; what it had in flight is lost")
+        self._running.cancel()
+        self._arrival.set()
+        return True
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _send(self, kind: str, item: RolloutGroup | DroppedGroup) -> None:
+        self._to_trainer.send(self._arrived, item, self._life.last_id)
+
+    def _arrived(self, item: RolloutGroup | DroppedGroup, cause: str) -> None:
+        self._trainer.observe(cause)
+        self._items.append(item)
+        self._arrival.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Its last words, behind the items that it has sent."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, GrpoLabError):
+            raise error  # a bug: it must end the simulation
+        if error is not None:
+            words = f"{type(error).__name__}: {error}"
+            self._to_trainer.send(self._failed, words, self._life.last_id)
+
+    def _failed(self, words: str, cause: str) -> None:
+        self._trainer.observe(cause)
+        self._failure = WorkerError(words)
+        self._arrival.set()
+
+    def _raise_if_gone(self) -> None:
+        if self._failure is None or self._stopped:
+            return
+        if not self._gone_told:
+            self._gone_told = True
+            self._life.end()
+            self._trainer.emit(MemberDied(member=WORKER, detail=str(self._failure)[:500]))
+        raise self._failure
+
+    async def _wait_for_item(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._items and self._failure is None:
+                    self._arrival.clear()
+                    await self._arrival.wait()
+        except TimeoutError:
+            return
+
+    async def _wait_for_end(self) -> None:
+        assert self._running is not None
+        await asyncio.gather(self._running, return_exceptions=True)
+        await asyncio.sleep(2 * CHANNEL_S)  # its last items
+
+
+def worker_settings(scenario: Scenario) -> RolloutSettings:
+    return RolloutSettings(
+        num_generations=scenario.generations,
+        sampling=SamplingParams(max_tokens=scenario.max_tokens),
+        bound=scenario.bound,
+        max_inflight=scenario.max_inflight,
+        request=RequestSettings(timeout_s=30.0, engine_gone_after_s=20.0, avoid_s=10.0),
+        group_timeout_s=120.0,
+        seed=scenario.seed,
+    )

@@ -1,0 +1,401 @@
+"""A whole cluster in virtual time: engines, rollout worker, trainer, network, faults, and the checker.
+
+>>> from grpo_lab.sim.scenario import Scenario
+>>> result = simulate(Scenario(engines=2, steps=3))
+>>> result.value.version, result.value.check.violations
+(3, 0)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lab.check import CheckResult, Violation
+from grpo_lab.errors import GrpoLabError, InvariantViolation
+from grpo_lab.events import (
+    FaultsEnded,
+    GroupDropped,
+    MemberDied,
+    MemberStarted,
+    MemberStopped,
+    Record,
+    RunDeclared,
+    RunEnded,
+)
+from grpo_lab.protocol.coordinator import Coordinator
+from grpo_lab.sim.engine_host import EngineHost
+from grpo_lab.sim.faults import Faults
+from grpo_lab.sim.greenlet_bridge import GreenletBridge, spawn_blocking
+from grpo_lab.sim.life import Life
+from grpo_lab.sim.light_trainer import LIMITS, SHAPES, CheckpointStore, CoordinatorType, LightTrainer
+from grpo_lab.sim.light_worker import LightWorker
+from grpo_lab.sim.network import ABILITIES, Network, SimulatedEngine, SimulatedTransport
+from grpo_lab.sim.scenario import TRAINER, WORKER, Scenario
+from grpo_lab.sim.simulation import SimContext, SimResult, run_simulation
+from grpo_lab.sim.tape import Tape
+from grpo_lab.sim.watch import Measures, Watch, WatchedRecorder
+from grpo_lab.trainer.protocols import RolloutWorkerProtocol, WorkerFactory, WorkerStart
+from grpo_lab.transport.memory import InMemoryReceiver
+
+LIVENESS_BOUND_S = 240.0
+HEARTBEAT_STALE_S = 60.0
+RESTART_S = 1.0  # after a trainer that ended with an error
+CALM_RESTARTS = 3  # more than that after the last fault: it does not converge
+MAX_CALLBACKS = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``marks`` counts situations that were reached; ``faults`` those that struck."""
+
+    version: int
+    optimizer_steps: int
+    terms: int
+    faults: int
+    marks: dict[str, int]
+    measures: Measures
+    check: CheckResult
+
+
+class RunBroken(Exception):
+    """Ends a simulation at the record that broke a rule. Internal: ``simulate`` raises what it stands for."""
+
+
+def simulate(
+    scenario: Scenario,
+    tape: Tape | None = None,
+    *,
+    coordinator: CoordinatorType = Coordinator,
+    records: list[Record] | None = None,
+) -> SimResult[Outcome]:
+    """Runs the scenario to its last optimizer step, every record checked as it is written.
+
+    ``records`` may be given to see the trace of a run that raised; it ends with the violation.
+
+    Raises:
+        InvariantViolation: the first one, with the record's place as its last event id; rule
+            ``convergence`` when the run did not end in time although no fault struck any more.
+        SimulationError: a deadlock, a livelock, an escape.
+    """
+    records = [] if records is None else records
+    watch = Watch(records)
+
+    async def main(context: SimContext) -> Outcome:
+        return await _watched(World(context, scenario, watch, coordinator), watch)
+
+    result: SimResult[Outcome] | None = None
+    try:
+        result = run_simulation(
+            main,
+            tape,
+            scenario.seed,
+            max_virtual_s=_horizon_s(scenario),
+            max_callbacks=MAX_CALLBACKS,
+            records=records,
+        )
+    except RunBroken:
+        result = None
+    if result is None:
+        assert watch.violation is not None
+        raise violation_error(watch.violation)
+    return result
+
+
+def violation_error(violation: Violation) -> InvariantViolation:
+    message = f"{violation.rule}: {violation.message} (at virtual second {violation.t:.6g})"
+    return InvariantViolation(message, violation.rule, violation.event_ids)
+
+
+def _horizon_s(scenario: Scenario) -> float:
+    longest_s = max((fault.duration_s for fault in scenario.faults), default=0.0)
+    return 2 * (scenario.faults_until_s + longest_s + _converge_s(scenario))
+
+
+def _converge_s(scenario: Scenario) -> float:
+    """From the last fault to the end of the run. Lengths and load make steps long, waiting syncs too."""
+    samples = scenario.steps * scenario.prompts_per_step * scenario.generations
+    serial_s = samples * scenario.max_tokens * scenario.token_s * 2
+    return 1200.0 + scenario.steps * (scenario.step_s + 10.0) + serial_s
+
+
+async def _watched(world: World, watch: Watch) -> Outcome:
+    run = asyncio.get_running_loop().create_task(world.run(), name="run")
+    run.add_done_callback(lambda _: watch.stop.set())
+    await watch.stop.wait()
+    if watch.violation is None and run.done():
+        outcome = run.result()
+        if watch.violation is None:
+            return outcome
+    raise RunBroken
+
+
+class World:
+    """Everything of one simulation. Actors: ``run`` (the supervisor), engines, ``worker``, ``trainer``."""
+
+    def __init__(
+        self, context: SimContext, scenario: Scenario, watch: Watch, coordinator: CoordinatorType
+    ) -> None:
+        self.scenario = scenario
+        self._context = context
+        self._watch = watch
+        self._coordinator = coordinator
+        self._run = WatchedRecorder("run", context.loop.time, watch)
+        self._faults = Faults(scenario, self._run, context.loop.time)
+        self._network = Network(scenario, self._faults, self._crash)
+        self._trainer_recorder = self._recorder(TRAINER)
+        self._worker_recorder = self._recorder(WORKER)
+        self._hosts = {
+            name: EngineHost(
+                name,
+                scenario,
+                SHAPES,
+                self._recorder(name),
+                self._run,
+                {SimulatedTransport.backend: self._receiver},
+            )
+            for name in scenario.engine_names
+        }
+        self._store = CheckpointStore()
+        self._transport: SimulatedTransport | None = None
+        self._life = Life(self._trainer_recorder, 0)
+        self._worker: LightWorker | None = None
+        self._workers = 0
+        self._trainer_task: asyncio.Task[None] | None = None
+        self._killed = asyncio.Event()
+        self._down_s = 0.0
+        self._background: list[asyncio.Task[Any]] = []
+        self._calm = not scenario.faults
+        self._calm_restarts = 0
+        self._terms = 0
+
+    async def run(self) -> Outcome:
+        self._run.emit(declaration(self.scenario))
+        for host in self._hosts.values():
+            host.start()
+        for recorder in (self._trainer_recorder, self._worker_recorder):
+            recorder.observe(self._run.last_id)
+        ending = self._start(self._end_faults(), "end of faults") if self.scenario.faults else None
+        trainer = await self._train_to_the_end()
+        if ending is not None:
+            ending.cancel()
+        self._faults.end()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for host in self._hosts.values():
+            await host.stop()
+        self._run.observe(self._trainer_recorder.last_id)
+        self._run.emit(RunEnded(outcome="clean"))
+        return self._outcome(trainer)
+
+    # -- trainer -------------------------------------------------------------------------------------
+
+    async def _train_to_the_end(self) -> LightTrainer:
+        """One incarnation of the trainer after another, each from the newest checkpoint."""
+        while True:
+            trainer = self._new_trainer()
+            failure = await self._ended()
+            self._run.observe(self._trainer_recorder.last_id)
+            if failure is None:
+                self._life.end()
+                self._run.emit(MemberStopped(member=TRAINER))
+                return trainer
+            self._count_restart(failure)
+            await asyncio.sleep(self._down_s or RESTART_S)
+            self._end_lost_groups()
+
+    def _new_trainer(self) -> LightTrainer:
+        self._terms += 1
+        life = self._life = Life(self._trainer_recorder, self._terms)
+        self._run.emit(MemberStarted(member=TRAINER, role="trainer", incarnation=self._terms))
+        life.observe(self._run.last_id)
+        self._worker = None
+        self._killed.clear()
+        self._down_s = 0.0
+        trainer = LightTrainer(
+            self.scenario,
+            self._context.loop,
+            life,
+            self._store,
+            self._clients(life),
+            self._make_transport,
+            self._worker_factory,
+            self._coordinator,
+        )
+        self._trainer_task = spawn_blocking(self._context.loop, trainer.run, name="trainer")
+        self._trainer_task.add_done_callback(lambda _: self._killed.set())
+        return trainer
+
+    async def _ended(self) -> str | None:
+        """Until the trainer has ended or was killed; why it must start again, None when it need not."""
+        await self._killed.wait()
+        task, life = self._trainer_task, self._life
+        assert task is not None
+        if not life.alive:
+            self._background.append(task)  # it unwinds, unseen
+            return "killed"
+        error = task.exception()
+        if error is not None and not isinstance(error, GrpoLabError):
+            raise error
+        if error is None:
+            return None
+        life.end()
+        self._run.emit(MemberDied(member=TRAINER, detail=f"{type(error).__name__}: {error}"[:500]))
+        return str(error)
+
+    def _count_restart(self, failure: str) -> None:
+        if self._calm:
+            self._calm_restarts += 1
+            if self._calm_restarts > CALM_RESTARTS:
+                self._not_converged(
+                    f"the trainer failed {self._calm_restarts} times, at last with: {failure}"
+                )
+
+    def _end_lost_groups(self) -> None:
+        """Samples never outlive their term: what the dead had is accounted for by the supervisor."""
+        for group in list(self._watch.open_groups.values()):
+            self._run.emit(
+                GroupDropped(
+                    term=group.term,
+                    group=group.group,
+                    prompt_index=group.prompt_index,
+                    samples=group.samples,
+                    reason="term_ended",
+                    detail="lost with a member that died",
+                )
+            )
+
+    # -- parts of an incarnation -----------------------------------------------------------------------
+
+    def _recorder(self, actor: str) -> WatchedRecorder:
+        loop, skew_s = self._context.loop, self._faults.skew_s(actor)
+        return WatchedRecorder(actor, lambda: loop.time() + skew_s, self._watch)
+
+    def _clients(self, life: Life) -> list[SimulatedEngine]:
+        return [SimulatedEngine(host, life, self._network) for host in self._hosts.values()]
+
+    def _make_transport(self) -> SimulatedTransport:
+        self._transport = SimulatedTransport(self._life, self._network, LIMITS.transfer_s)
+        return self._transport
+
+    def _receiver(self) -> InMemoryReceiver:
+        assert self._transport is not None, "an engine is asked to join before any trainer connects"
+        return self._transport.receiver()
+
+    def _worker_factory(self, bridge: GreenletBridge) -> WorkerFactory:
+        trainer = self._life
+
+        def make(start: WorkerStart) -> RolloutWorkerProtocol:
+            self._workers += 1
+            life = Life(self._worker_recorder, self._workers)
+            self._worker = LightWorker(
+                self.scenario, start, self._clients(life), trainer, life, bridge, self._faults.strike
+            )
+            return self._worker
+
+        return make
+
+    # -- faults ------------------------------------------------------------------------------------------
+
+    def _crash(self, member: str, down_s: float) -> None:
+        if member == WORKER:
+            if self._worker is not None:
+                self._worker.crash()
+        elif member == TRAINER:
+            self._crash_trainer(down_s)
+        elif self._hosts[member].crash("killed by SIGKILL"):
+            self._start(self._restart(self._hosts[member], down_s), f"restart of {member}")
+
+    def _crash_trainer(self, down_s: float) -> None:
+        if not self._life.alive:
+            return
+        self._life.end()
+        self._run.observe(self._trainer_recorder.last_id)
+        self._run.observe(self._worker_recorder.last_id)
+        self._run.emit(MemberDied(member=TRAINER, detail="killed by SIGKILL"))
+        if self._worker is not None and self._worker.crash():
+            self._run.emit(MemberDied(member=WORKER, detail="killed with its trainer"))
+        if self._transport is not None:
+            self._start(self._transport.close(), "connections of a dead trainer")
+        assert self._trainer_task is not None
+        self._trainer_task.cancel()
+        self._down_s = max(down_s, RESTART_S)
+        self._killed.set()
+
+    async def _restart(self, host: EngineHost, down_s: float) -> None:
+        await asyncio.sleep(down_s)
+        host.start()
+
+    async def _end_faults(self) -> None:
+        await self._faults.over(self.scenario.faults_until_s)
+        self._faults.end()
+        await asyncio.sleep(RESTART_S)
+        self._calm = True
+        self._run.emit(FaultsEnded())
+        await asyncio.sleep(_converge_s(self.scenario))
+        tasks = self._context.loop.describe_tasks()
+        self._not_converged(f"not at its end {_converge_s(self.scenario):g} s after the last fault:\n{tasks}")
+
+    def _not_converged(self, message: str) -> None:
+        now_s = self._context.now_s
+        self._watch.break_off(Violation("convergence", message, (self._run.last_id,), now_s))
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def _start(self, work: Any, name: str) -> asyncio.Task[Any]:
+        task = self._context.loop.create_task(work, name=name)
+        self._background.append(task)
+        return task
+
+    def _outcome(self, trainer: LightTrainer) -> Outcome:
+        check = self._watch.checker.finish()
+        for rule in check.rules:
+            for violation in rule.violations:
+                self._watch.break_off(violation)
+        return Outcome(
+            version=trainer.term.version,
+            optimizer_steps=trainer.term.optimizer_step,
+            terms=self._terms,
+            faults=self._faults.struck,
+            marks=dict(sorted(self._watch.marks.items())),
+            measures=self._watch.measures,
+            check=check,
+        )
+
+
+def declaration(scenario: Scenario) -> RunDeclared:
+    """Every bound that the checker needs."""
+    same = (
+        "max_staleness",
+        "max_staleness_steps",
+        "weight_sync_steps",
+        "staleness_policy",
+        "window",
+        "queue_capacity",
+        "pause_mode",
+        "clear_cache",
+        "min_engines",
+        "sync_attempts",
+        "final_sync",
+    )
+    return RunDeclared(
+        world="sim",
+        engine="sim",
+        seed=scenario.seed,
+        parameters={
+            **{name: getattr(scenario, name) for name in same},
+            "groups_per_step": scenario.prompts_per_step,
+            "num_generations": scenario.generations,
+            "max_inflight_tasks": scenario.max_inflight,
+            "scope": "global",
+            "ring_slots": 2,
+            "initial_version": 1,
+            "logprob_tolerance": 1e-4,
+            "batch_invariant": False,
+            "prefix_policy": "versioned",
+            "heartbeat_stale_after_s": HEARTBEAT_STALE_S,
+            "liveness_bound_s": LIVENESS_BOUND_S,
+        },
+        capabilities={name: dataclasses.asdict(ABILITIES) for name in scenario.engine_names},
+    )

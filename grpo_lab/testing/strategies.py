@@ -1,0 +1,175 @@
+"""Hypothesis strategies for whole simulated clusters: the cluster, its work, its delays, faults, schedules.
+
+Everything is drawn before a run. Small values come first, so that what fails shrinks to a small cluster
+with few faults and an almost empty tape.
+
+>>> from hypothesis import find
+>>> find(clusters(), lambda scenario: len(scenario.faults) == 1).faults[0].occurrence
+1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from grpo_lab.protocol.admission import StalenessBound
+from grpo_lab.sim.scenario import (
+    BUCKET_CALL,
+    BUCKET_FAULTS,
+    CALL_FAULTS,
+    CRASHES,
+    ENGINE_CALLS,
+    LINK_FAULTS,
+    REWARD_CALL,
+    TRAINER,
+    WORKER,
+    Fault,
+    Scenario,
+)
+from grpo_lab.sim.tape import PctTape, Tape, pct_tape, random_tape
+
+_DURATIONS_S = st.sampled_from((0.5, 2.0, 8.0, 25.0, 70.0))
+_OCCURRENCES = st.integers(1, 6)
+_TRAINER_CALLS = tuple(call for call in ENGINE_CALLS if call != "generate")
+
+
+def workloads() -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of a ``Scenario``: prompts, lengths and the staleness rule; always values that go together."""
+    return _workloads()
+
+
+@st.composite
+def _workloads(draw: st.DrawFn) -> dict[str, Any]:
+    generations = draw(st.integers(1, 4))
+    prompts_per_step = draw(st.integers(1, 3))
+    bound: dict[str, Any] = {
+        "staleness_policy": draw(st.sampled_from(("admission", "drop", "freshest", "window"))),
+        "max_staleness": draw(st.integers(0, 3)),
+        "weight_sync_steps": draw(st.integers(1, 3)),
+    }
+    if draw(st.booleans()):
+        low = bound["weight_sync_steps"] - 1
+        bound["max_staleness_steps"] = draw(st.integers(low, low + 4))
+    if bound["staleness_policy"] == "window":
+        bound["window"] = draw(st.integers(1, _widest(bound, prompts_per_step)))
+    mean_tokens = draw(st.sampled_from((4, 8, 16)))
+    return {
+        **bound,
+        "generations": generations,
+        "prompts_per_step": prompts_per_step,
+        "max_inflight": generations * draw(st.integers(prompts_per_step, 6)),
+        "queue_capacity": draw(st.integers(1, 6)),
+        "lengths": draw(st.sampled_from(("geometric", "fixed", "heavy"))),
+        "mean_tokens": mean_tokens,
+        "max_tokens": mean_tokens * draw(st.integers(1, 4)),
+        "steps": draw(st.integers(1, 5)),
+    }
+
+
+def _widest(bound: dict[str, Any], groups_per_step: int) -> int:
+    rule = StalenessBound(
+        "admission",
+        groups_per_step,
+        bound["max_staleness"],
+        bound["weight_sync_steps"],
+        bound.get("max_staleness_steps"),
+    )
+    admitted = rule.admission_limit(0)
+    assert admitted is not None
+    spare: int = admitted - bound["weight_sync_steps"] * groups_per_step
+    return min(4, spare + 1)
+
+
+def delays() -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of a ``Scenario``: how long everything takes."""
+    return st.fixed_dictionaries(
+        {
+            "step_s": st.sampled_from((0.05, 0.5, 2.0)),
+            "token_s": st.sampled_from((0.01, 0.03, 0.2)),
+            "reward_s": st.sampled_from((0.0, 0.05, 1.0)),
+            "network_s": st.sampled_from((0.0, 0.002, 0.05, 0.3)),
+            "jitter": st.sampled_from((0.0, 1.0, 10.0)),
+            "bandwidth_bytes_s": st.sampled_from((1e7, 1e5, 5e3)),
+        }
+    )
+
+
+def faults(engines: int) -> st.SearchStrategy[tuple[Fault, ...]]:
+    """None to four faults of a cluster of ``engines`` engines."""
+    names = tuple(f"engine-{index}" for index in range(engines))
+    return st.lists(_one_fault(names), max_size=4).map(tuple)
+
+
+def _one_fault(names: tuple[str, ...]) -> st.SearchStrategy[Fault]:
+    engine = st.sampled_from(names)
+    call = st.sampled_from(ENGINE_CALLS)
+
+    def made(kinds: tuple[str, ...], calls: st.SearchStrategy[str], target: st.SearchStrategy[str]) -> Any:
+        kind = st.sampled_from(kinds)
+        return st.builds(
+            Fault, kind=kind, target=target, call=calls, occurrence=_OCCURRENCES, duration_s=_DURATIONS_S
+        )
+
+    return st.one_of(
+        made(CALL_FAULTS, call, engine),
+        made(BUCKET_FAULTS, st.just(BUCKET_CALL), engine),
+        made(LINK_FAULTS, call, engine),
+        made(("oom",), st.just("finish_update"), engine),
+        made(("stall",), call, engine),
+        made(CRASHES, call, engine),
+        made(CRASHES, st.sampled_from(_TRAINER_CALLS), st.just(TRAINER)),
+        made(CRASHES, st.just("generate"), st.just(WORKER)),
+        made(("reward_error",), st.just(REWARD_CALL), st.just(WORKER)),
+        st.builds(
+            Fault,
+            kind=st.just("clock_skew"),
+            target=st.sampled_from((*names, TRAINER, WORKER)),
+            duration_s=st.sampled_from((-2.0, 0.5, 2.0)),
+        ),
+    )
+
+
+def clusters(*, with_faults: bool = True) -> st.SearchStrategy[Scenario]:
+    """Whole scenarios."""
+    return _clusters(with_faults)
+
+
+@st.composite
+def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
+    engines = draw(st.integers(1, 3))
+    return Scenario(
+        engines=engines,
+        slots=draw(st.integers(1, 6)),
+        pause_mode=draw(st.sampled_from(("keep", "abort", "wait"))),
+        clear_cache=draw(st.sampled_from((True, True, False))),
+        sync_attempts=draw(st.integers(1, 3)),
+        min_engines=draw(st.integers(1, engines)),
+        canary=draw(st.booleans()),
+        final_sync=draw(st.booleans()),
+        kv_blocks=draw(st.sampled_from((64, 24))),
+        bucket_bytes=draw(st.sampled_from((512, 2048))),
+        checkpoint_every_steps=draw(st.integers(0, 2)),
+        faults_until_s=draw(st.sampled_from((30.0, 90.0))),
+        seed=draw(st.integers(0, 3)),
+        faults=draw(faults(engines)) if with_faults else (),
+        **draw(workloads()),
+        **draw(delays()),
+    )
+
+
+def tapes(max_choices: int = 60) -> st.SearchStrategy[Tape]:
+    """Schedules: first in first out, a short list of choices that shrinks, random, and priorities (PCT)."""
+    short = st.lists(st.integers(0, 5), max_size=max_choices).map(Tape)
+    seeds = st.integers(0, 2**16)
+    return st.one_of(
+        st.just(Tape()),
+        short,
+        seeds.map(lambda seed: random_tape(seed, 3000)),
+        seeds.map(_pct),
+    )
+
+
+def _pct(seed: int) -> PctTape:
+    return pct_tape(seed, depth=3, steps=1500)
