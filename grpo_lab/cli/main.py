@@ -12,6 +12,7 @@ import tyro
 import grpo_lab
 from grpo_lab.errors import GrpoLabError
 
+FAILED = 3
 INTERRUPTED = 130
 USAGE = """\
 usage: grpo-lab COMMAND [OPTIONS]
@@ -81,6 +82,9 @@ def _guarded(name: str, command: Command, words: list[str]) -> int:
     except GrpoLabError as error:
         print(f"grpo-lab {name}: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
+    except OSError as error:  # a full disk, say: nothing that a traceback would explain
+        print(f"grpo-lab {name}: {error}", file=sys.stderr)  # noqa: T201
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 

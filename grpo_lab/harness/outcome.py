@@ -50,8 +50,11 @@ def attempt(body: Callable[[], object], log: Path, deaths: Callable[[], Sequence
         words = kind + str(error).removeprefix(kind)  # an error of the worker's process comes with its kind
         return Outcome("failed", "; ".join([words, *deaths()]), error.exit_code)
     except Exception as error:
-        log.write_text(traceback.format_exc(), encoding="utf-8")
-        return Outcome("failed", f"{type(error).__name__}: {error} (traceback in {log})", 3)
+        words = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # what failed may be the disk
+            log.write_text(traceback.format_exc(), encoding="utf-8")
+            words += f" (traceback in {log})"
+        return Outcome("failed", words, 3)
     return Outcome("clean", "", 0)
 
 

@@ -55,16 +55,19 @@ def run(recipe: Recipe, console: Console) -> int:
     if recipe.world == "sim":
         outcome = _simulate(recipe, directory, declaration(recipe), console)
         return finish_run(directory, outcome, time.monotonic() - started_s, console)
-    with FileRecorder("run", directory.events, run_clock(started_s)) as recorder:
-        recorder.emit(declaration(recipe, attached))
-        first_term = attached.newest_term + 1 if attached else 1
-        outcome = _attempt(recipe, directory, recorder, started_s, first_term, console)
-        in_flight, queued = (
-            (0, 0) if outcome.ended == "clean" else unfinished_samples(read_parts(directory.events))
-        )
-        recorder.emit(
-            RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued)
-        )
+    try:
+        with FileRecorder("run", directory.events, run_clock(started_s)) as recorder:
+            recorder.emit(declaration(recipe, attached))
+            first_term = attached.newest_term + 1 if attached else 1
+            outcome = _attempt(recipe, directory, recorder, started_s, first_term, console)
+            in_flight, queued = (
+                (0, 0) if outcome.ended == "clean" else unfinished_samples(read_parts(directory.events))
+            )
+            recorder.emit(
+                RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued)
+            )
+    except OSError as error:  # an event that tells nobody is no reason to leave the rest undone
+        outcome = Outcome("failed", f"the trace in {directory.events} could not be written: {error}", 3)
     return finish_run(directory, outcome, time.monotonic() - started_s, console)
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from grpo_lab.cli import run as cli_run
+from grpo_lab.cli.main import main
 from grpo_lab.harness import attached
-from grpo_lab.harness.outcome import _headlines
+from grpo_lab.harness.outcome import Outcome, _headlines, attempt
 from grpo_lab.types import EngineCapabilities
 
 
@@ -42,3 +44,20 @@ def test_events_of_an_attached_server_are_not_expected_in_the_trace(monkeypatch)
 def test_the_told_sum_of_samples_is_true(left, words):
     told = dict(_headlines({"dispatched": 12, "consumed": 4, "dropped": 2, **left}))
     assert told["samples"] == words
+
+
+def test_a_failure_is_told_when_its_traceback_cannot_be_written(tmp_path):
+    def full_disk():
+        raise OSError(28, "No space left on device")
+
+    log = tmp_path / "no" / "such" / "folder" / "trainer.log"
+    assert attempt(full_disk, log) == Outcome("failed", "OSError: [Errno 28] No space left on device", 3)
+
+
+def test_an_error_of_the_system_is_one_line_and_exit_3(tmp_path, capsys, monkeypatch):
+    def full_disk(words):
+        raise OSError(28, "No space left on device", "runs/config.json")
+
+    monkeypatch.setattr(cli_run, "main", full_disk)
+    assert main(["run"]) == 3
+    assert capsys.readouterr().err == "grpo-lab run: [Errno 28] No space left on device: 'runs/config.json'\n"
