@@ -8,7 +8,6 @@ from grpo_lab.engine.policy import Policy
 from grpo_lab.engine.request import FinishReason, Request, Span, StepOutput, WeightIdentity
 from grpo_lab.engine.scheduler import Scheduler, StepPlan
 from grpo_lab.engine.settings import Counters
-from grpo_lab.events import RequestFinished
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -93,21 +92,3 @@ class TokenBook:
         place, request.stop_reason = min(places)
         request.text = text[:place]
         return True
-
-
-def finished_event(engine: str, request: Request) -> RequestFinished:
-    """What the trace says about a request's end."""
-    spans = tuple(
-        (*span.identity.weights, span.start, span.end, span.first_step, span.last_step)
-        for span in request.spans
-    )
-    return RequestFinished(
-        engine=engine,
-        request=request.request_id,
-        finish_reason=request.finish_reason or "abort",
-        tokens=request.num_output_tokens,
-        spans=spans,
-        recomputed_tokens=request.recomputed_tokens,
-        kv_version=min((span.kv[1] for span in request.spans), default=None),
-        request_kind=request.kind,
-    )

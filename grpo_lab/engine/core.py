@@ -9,22 +9,20 @@ from dataclasses import replace
 from typing import TypeVar
 
 from grpo_lab.engine.block_pool import BlockPool
-from grpo_lab.engine.bookkeeping import Decode, TokenBook, finished_event
+from grpo_lab.engine.bookkeeping import Decode, TokenBook
 from grpo_lab.engine.failures import BadRequest, EngineDead, NotInService, StaleTerm
 from grpo_lab.engine.policy import Policy
 from grpo_lab.engine.request import Request, WeightIdentity, sample_key
 from grpo_lab.engine.runner import InlineRunner, StepRunner
 from grpo_lab.engine.scheduler import Scheduler, StepPlan
 from grpo_lab.engine.settings import Counters, EngineConfig, RunState
+from grpo_lab.engine.tracing import admitted_event, finished_event, hit_event, step_event
 from grpo_lab.engine.validation import request_problem, sequence_problem
 from grpo_lab.errors import EngineError
 from grpo_lab.events import (
     CacheCleared,
-    CacheHit,
     EnginePaused,
     EngineResumed,
-    ModelStep,
-    RequestAdmitted,
     RequestRefused,
     WeightsActivated,
     WeightWriteBegan,
@@ -171,18 +169,7 @@ class EngineCore:
         paused = self._state is not RunState.RUNNING
         (self._held.append if paused else self.scheduler.add)(request)
         self._wake.set()
-        self.recorder.emit(
-            RequestAdmitted(
-                engine=self.config.name,
-                request=request_id,
-                request_kind=kind,
-                prompt_tokens=len(prompt),
-                weight_version=self.identity.version,
-                paused=paused,
-                term=self.identity.term,
-                request_term=term,
-            )
-        )
+        self.recorder.emit(admitted_event(self.config.name, request, self.identity, term, paused=paused))
         return request
 
     async def wait(self, request: Request) -> Request:
@@ -339,7 +326,7 @@ class EngineCore:
             self.recorder.emit(WeightWriteBegan(engine=name, term=term, version=version))
             try:
                 await self.runner.run(self.policy.activate)
-            except Exception as error:
+            except BaseException as error:  # also a cancellation: nobody knows what was written
                 self.recorder.emit(WeightWriteEnded(engine=name, term=term, version=version, complete=False))
                 self._fail(error)
                 raise
@@ -394,40 +381,17 @@ class EngineCore:
             self._stepping = False
         step, self._next_step = self._next_step, self._next_step + 1
         finished = self._book.apply(plan, output, self.identity, step, loop.time())
-        self.recorder.emit(
-            ModelStep(
-                engine=self.config.name,
-                first_step=step,
-                last_step=step,
-                version=self.identity.version,
-                term=self.identity.term,
-                sequences=len(plan.scheduled),
-                prefill_tokens=plan.prefill_tokens,
-                decode_tokens=plan.decode_tokens,
-                began_seq=began_seq,
-                duration_s=round(loop.time() - began_s, 6),
-            )
-        )
+        duration_s = loop.time() - began_s
+        self.recorder.emit(step_event(self.config.name, plan, self.identity, step, began_seq, duration_s))
         self.scheduler.remove([*finished, *self._leaving])
         self._leaving.clear()
         for request in finished:
             self._finish(request)
 
     def _report_hits(self, plan: StepPlan) -> None:
-        for request, tokens, (term, version) in plan.hits:
+        for request, tokens, content in plan.hits:
             self.counters.prefix_hits += tokens
-            self.recorder.emit(
-                CacheHit(
-                    engine=self.config.name,
-                    request=request.request_id,
-                    cache="prefix",
-                    content_version=version,
-                    version=self.identity.version,
-                    tokens=tokens,
-                    content_term=term,
-                    term=self.identity.term,
-                )
-            )
+            self.recorder.emit(hit_event(self.config.name, request, tokens, content, self.identity))
 
     def _finish(self, request: Request) -> None:
         if request.done.done():

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from grpo_lab.errors import UserError
+from grpo_lab.events import CheckpointSaved
 from grpo_lab.types import CursorState
 
 STATE_FILE = "grpo_lab_state.json"
@@ -45,6 +46,19 @@ def save_state(directory: Path, state: CheckpointState) -> None:
     """Marks the checkpoint as complete."""
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(state)}, indent=2)
     _write_through(directory / STATE_FILE, text + "\n")
+
+
+def saved_event(directory: Path, state: CheckpointState) -> CheckpointSaved:
+    """What the trace says about a checkpoint that is complete."""
+    return CheckpointSaved(
+        checkpoint=str(directory),
+        term=state.term,
+        version=state.version,
+        optimizer_step=state.optimizer_step,
+        prompt_low_water=state.cursor.low_water,
+        prompts_done=state.cursor.done,
+        weights_hash=state.weights_hash,
+    )
 
 
 def begin_term(output_dir: Path, at_least: int) -> int:

@@ -16,7 +16,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from grpo_lab.errors import ConfigError, GrpoLabError, UserError
-from grpo_lab.events import CheckpointSaved
 from grpo_lab.ports import Recorder
 from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
 from grpo_lab.trainer.agreement import decided_by_rank_zero
@@ -33,6 +32,7 @@ from grpo_lab.trainer.checkpoint import (
     load_state,
     newest_complete,
     save_state,
+    saved_event,
     unmark,
     weights_hash,
 )
@@ -395,21 +395,9 @@ class AsyncGRPOTrainer(Trainer):
 
     def _mark_checkpoint(self, directory: Path, saved_hash: str) -> None:
         term = self.term
-        cursor = term.cursor
-        save_state(
-            directory, CheckpointState(term.term, term.version, term.optimizer_step, cursor, saved_hash)
-        )
-        self.recorder.emit(
-            CheckpointSaved(
-                checkpoint=str(directory),
-                term=term.term,
-                version=term.version,
-                optimizer_step=term.optimizer_step,
-                prompt_low_water=cursor.low_water,
-                prompts_done=cursor.done,
-                weights_hash=saved_hash,
-            )
-        )
+        state = CheckpointState(term.term, term.version, term.optimizer_step, term.cursor, saved_hash)
+        save_state(directory, state)
+        self.recorder.emit(saved_event(directory, state))
 
 
 def _default_recorder(args: AsyncGRPOConfig) -> Recorder:

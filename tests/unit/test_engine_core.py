@@ -355,7 +355,9 @@ async def test_only_the_shared_prefix_cache_crosses_versions(policy, stale):
         await core.resume()
         last = await core.wait(core.submit(prompt, sampling(4), "c"))
         assert last.spans[0].kv == ((1, 1) if stale else (1, 2))
-    hits = [(e.request, e.content_version, e.version, e.tokens) for e in events_of(core, "cache_hit")]
+    found = events_of(core, "cache_hit")
+    hits = [(e.request, e.content_version, e.version, e.tokens) for e in found]
+    assert all((e.content_term, e.term) == V1.weights[:1] * 2 for e in found)
     assert hits == [("b", 1, 1, 32)] + ([("c", 1, 2, 32)] if stale else [])
 
 
@@ -376,6 +378,30 @@ async def test_steps_and_writes_do_not_overlap_in_the_trace():
     active = next(event for _, event in kinds if event.kind == "weights_activated")
     versions = {event.first_step: event.version for _, event in kinds if event.kind == "model_step"}
     assert all(version == (step >= active.first_step) for step, version in versions.items())
+
+
+@in_loop
+async def test_a_switch_that_is_cut_off_leaves_the_engine_out_of_service():
+    """Nobody knows what was written: to go on serving would be under the wrong name or half of it."""
+
+    class Slow:
+        async def run(self, function):
+            function()
+            await asyncio.sleep(60)
+
+        def close(self): ...
+
+    async with running() as core:
+        core.runner = Slow()
+        switching = asyncio.get_running_loop().create_task(switch(core, V1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        switching.cancel()
+        await asyncio.gather(switching, return_exceptions=True)
+        with pytest.raises(EngineDead):
+            core.check_alive()
+    assert [event.complete for event in events_of(core, "weight_write_ended")] == [False]
+    assert not events_of(core, "weights_activated")
 
 
 @in_loop
