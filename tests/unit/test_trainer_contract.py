@@ -258,6 +258,66 @@ def test_a_sync_that_commits_nothing_is_repeated_at_once(tmp_path):
     assert worker.calls == ["version 1", "start", "version 2", "stop"]
 
 
+class FencingSync:
+    """Loses an engine in its first sync and another one in its third."""
+
+    def __init__(self):
+        self.version = 0
+
+    def connect(self, term, base_version): ...
+
+    def sync(self, named_tensors, optimizer_step):
+        self.version += 1
+        fenced = ("engine-1",) if self.version < 3 else ("engine-1", "engine-2")
+        return SyncOutcome(self.version, committed=True, fenced=fenced)
+
+    def close(self): ...
+
+
+def test_a_worker_that_wants_to_know_is_told_who_is_out_of_service_before_the_version(tmp_path):
+    class Worker(StubWorker):
+        def fence_engines(self, names):
+            self.calls.append(f"fenced {' '.join(names)}")
+
+    starts, worker = [], Worker(term=1)
+    trainer = make_trainer(
+        tmp_path,
+        make_weight_sync=FencingSync,
+        make_worker=lambda start: starts.append(start) or worker,
+        max_steps=3,
+    )
+    trainer.train()
+    assert starts[0].fenced == ("engine-1",)
+    assert worker.calls == [
+        "start",
+        "fenced engine-1",
+        "version 2",
+        "fenced engine-1 engine-2",
+        "version 3",
+        "stop",
+    ]
+
+
+def test_a_worker_of_four_methods_hears_of_versions_only(tmp_path):
+    worker = StubWorker()
+    make_trainer(tmp_path, worker, make_weight_sync=FencingSync, max_steps=3).train()
+    assert worker.calls == ["version 1", "start", "version 2", "version 3", "stop"]
+
+
+def test_the_final_sync_does_not_depend_on_how_stopping_went_on_one_rank(tmp_path):
+    class Worker(StubWorker):
+        def stop(self):
+            super().stop()
+            raise RuntimeError("stop failed")
+
+    worker = Worker()
+    transfer = StubTransfer(worker.calls)
+    trainer = make_trainer(tmp_path, worker, weight_transfer=transfer, max_steps=2, final_sync=True)
+    with pytest.raises(RuntimeError, match="stop failed"):
+        trainer.train()
+    assert worker.calls[-5:] == ["stop", "pause", "send", "resume", "destroy"]
+
+
 def test_a_sync_that_never_commits_ends_the_run(tmp_path):
     sync = StubSync([True] + [False] * 9)
     trainer = make_trainer(tmp_path, StubWorker(), make_weight_sync=lambda: sync)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from grpo_lab.errors import SyncError
+from grpo_lab.errors import EngineUnreachable, SyncError
 from grpo_lab.protocol.coordinator import SyncReport
+from grpo_lab.recorders import ListRecorder
+from grpo_lab.trainer import weight_transfer
 from grpo_lab.trainer.weight_transfer import (
     CoordinatedSync,
     CountingSync,
@@ -154,6 +156,37 @@ def test_calls_before_connect_are_refused_and_close_is_safe():
     sync.close()
     with pytest.raises(SyncError, match="not connected"):
         sync.sync(tensors, 0)
+
+
+class OneOfTwoRanks:
+    """``others`` is what the other rank says in every agreement."""
+
+    size = 2
+
+    def __init__(self, rank, others):
+        self.rank, self.others, self.said = rank, others, []
+
+    async def agree(self, ok, timeout_s):
+        self.said.append(ok)
+        return ok and self.others
+
+
+@pytest.mark.parametrize(
+    ("rank", "others", "error", "words"),
+    [(0, True, EngineUnreachable, "nobody there"), (1, False, SyncError, "rank 0 found no engines")],
+)
+def test_when_rank_zero_finds_no_engine_every_rank_hears_of_it(monkeypatch, rank, others, error, words):
+    async def engines():
+        raise EngineUnreachable("nobody there")
+
+    ranks = OneOfTwoRanks(rank, others)
+    monkeypatch.setattr(weight_transfer, "make_ranks", lambda bridge, timeout_s: ranks)
+    recorder = ListRecorder("trainer", clock=lambda: 0.0)
+    sync = CoordinatedSync(engines, tensors, lambda sequences: [], recorder, TransferSettings())
+    with pytest.raises(error, match=words):
+        sync.connect(1, 0)
+    assert ranks.said == [rank != 0]
+    sync.close()
 
 
 def test_the_canary_is_the_same_in_every_run_and_within_the_vocabulary():
