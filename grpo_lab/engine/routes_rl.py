@@ -169,7 +169,7 @@ class RlRoutes:
         return answer({"success": True})
 
     async def capabilities(self, http: HttpRequest) -> Response:
-        return answer(dataclasses.asdict(CAPABILITIES))
+        return answer({**dataclasses.asdict(CAPABILITIES), "seen_term": self._core.term})
 
     async def score(self, http: HttpRequest) -> Response:
         fields = await read_body(http)

@@ -31,7 +31,8 @@ def ask_engines(urls: Sequence[str]) -> Attached:
 async def _ask(urls: Sequence[str]) -> Attached:
     engines = await connect_engines(urls, NullRecorder("harness"), REACH_TIMEOUT_S)
     try:
-        terms = [_term_of(await engine.weight_info()) for engine in engines]
+        # A trainer that failed before its first commit left its term behind, and no weights of it.
+        terms = [max(engine.seen_term, _term_of(await engine.weight_info())) for engine in engines]
         # Such a server writes its own events, if any, beside another run: none of them is in this trace.
         abilities = {
             engine.name: dataclasses.replace(engine.capabilities, events=False) for engine in engines

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from grpo_lab.errors import EngineUnreachable
-from grpo_lab.ports import Engine, Recorder
+from grpo_lab.ports import Recorder
 from grpo_lab.transport.vllm_http import VllmHttpEngine
 
 LOOK_EVERY_S = 0.25
@@ -14,7 +14,7 @@ LOOK_EVERY_S = 0.25
 
 async def connect_engines(
     urls: Sequence[str], recorder: Recorder, wait_s: float, without: Collection[str] = ()
-) -> tuple[Engine, ...]:
+) -> tuple[VllmHttpEngine, ...]:
     """Clients named engine-0, engine-1, ... in the order of ``urls``; what each can do has been asked.
     Those named in ``without`` are left out.
 

@@ -83,6 +83,7 @@ class VllmHttpEngine:
         self._recorder = recorder
         self._timeouts = timeouts or HttpTimeouts()
         self._capabilities = STOCK
+        self._seen_term = 0
         self._model = ""
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         # It has no cap on connections: requests held by a pause must not block the resume behind them.
@@ -97,6 +98,11 @@ class VllmHttpEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return self._capabilities
+
+    @property
+    def seen_term(self) -> int:
+        """The newest term that the engine had heard of at ``discover``; it refuses older ones."""
+        return self._seen_term
 
     @property
     def model(self) -> str:
@@ -118,6 +124,7 @@ class VllmHttpEngine:
             self._capabilities = EngineCapabilities(
                 **{key: bool(value) for key, value in known.items() if key in names}
             )
+            self._seen_term = int(known.get("seen_term", 0))
         return self._capabilities
 
     async def health(self) -> None:

@@ -11,6 +11,7 @@ from grpo_lab.types import EngineCapabilities
 
 class RunningServer:
     name = "engine-0"
+    seen_term = 9
     capabilities = EngineCapabilities(staged=True, hashes=True, events=True)
 
     async def weight_info(self):
@@ -30,7 +31,7 @@ def test_events_of_an_attached_server_are_not_expected_in_the_trace(monkeypatch)
     found = attached.ask_engines(["http://127.0.0.1:8000"])
     assert found.capabilities["engine-0"]["events"] is False
     assert found.capabilities["engine-0"]["hashes"] is True
-    assert found.newest_term == 3
+    assert found.newest_term == 9  # of a trainer that committed nothing; the weights are of term 3
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,10 @@ async def engine_and_client(recorder=None):
 async def test_our_engine_says_what_it_can():
     async with engine_and_client() as (client, _, _receiver):
         assert client.capabilities == EngineCapabilities(True, True, True, True, True, True)
+        assert client.seen_term == 0
+        await client.resume(7)
+        await client.discover()
+        assert client.seen_term == 7
         assert client.model == "model"
         await client.health()
         assert await client.world_size() == 1
