@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -246,7 +247,10 @@ def _save(
 ) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        model.save_pretrained(partial)
+        try:
+            model.save_pretrained(partial)
+        except SafetensorError as error:  # it hides the system's error, a full disk for instance
+            raise OSError(str(error)) from error
         tokenizer.save_pretrained(partial)
         (partial / WARMUP_FILE).write_text(json.dumps(record, indent=2) + "\n")
         partial.chmod(0o755)  # mkdtemp's 0700 would hide a shared cache from its other users

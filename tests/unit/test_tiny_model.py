@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from grpo_lab.errors import ConfigError, DataError, ModelError
@@ -265,3 +266,14 @@ def test_annealing_the_same_steps_is_measured_on_held_out_rows():
     assert baseline.steps == 200
     assert baseline.heldout_accuracy > 0.5
     assert annealed_baseline(SMALL, COPY, 0, steps=1, heldout_rows=30).heldout_accuracy < 0.5
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_too(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setenv("GRPO_LAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(ModelError, match=r"cannot write a model to .*No space left.*set GRPO_LAB_CACHE"):
+        make_tiny_model(UNTRAINED, COPY, 0)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
