@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_lab.check import CheckResult, RuleResult, Violation, check_trace, read_parts
-from grpo_lab.errors import UserError
+from grpo_lab.errors import TraceError, UserError
 from grpo_lab.events import (
     EngineFailed,
     EngineFenced,
@@ -74,6 +74,10 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None) -> int:
         json: also write the result to this file.
     """
     result = check_trace(path)
+    if not result.records:
+        raise TraceError(
+            f"{path}: the trace holds no event, so it shows nothing. Name a directory that a run wrote"
+        )
     console = Console(highlight=False)
     console.print(_table(result))
     broken = [rule for rule in result.rules if rule.violations]

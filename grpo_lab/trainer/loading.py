@@ -46,7 +46,10 @@ def load_tokenizer(source: Source) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"no tokenizer could be loaded from {str(path)!r}: {error}") from error
+        reason = " ".join(str(error).split())  # the library's own words have lists in them
+        raise ModelError(
+            f"no tokenizer could be loaded from {str(path)!r}: {reason} Put tokenizer.json beside the model"
+        ) from error
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: Any) -> None:

@@ -93,3 +93,9 @@ def test_every_rule_is_documented() -> None:
         shared = {"liveness_bound_s"} if rule.id.startswith("L") else set()
         unnamed = [name for name in rule.parameters if name not in section and name not in shared]
         assert unnamed == [], f"docs/rules.md does not say that {rule.id} needs {unnamed}"
+
+
+def test_an_empty_trace_is_not_a_correct_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    assert main(["check", str(tmp_path)]) == 2
+    assert "holds no event" in capsys.readouterr().err
