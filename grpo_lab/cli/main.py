@@ -53,6 +53,8 @@ COMMANDS = {
     "run": Command("run a recipe: engines, rollout worker and trainer, then the report", "grpo_lab.cli.run"),
     "check": Command("check a trace against the rules of the protocol", "grpo_lab.cli.check", "check"),
     "report": Command("make report.html of a run again", "grpo_lab.cli.report", "report"),
+    "fuzz": Command("search simulated clusters for a broken rule", "grpo_lab.cli.fuzz", "fuzz"),
+    "replay": Command("run a failure that fuzz found again", "grpo_lab.cli.replay", "replay"),
     "serve": Command("serve a model like a vLLM server, simulated", "grpo_lab.cli.serve", "serve"),
     "bench": Command("measure on this machine: bench pack", "grpo_lab.cli.bench"),
     "doctor": Command("say what this machine can do and what is missing", "grpo_lab.cli.doctor", "doctor"),

@@ -141,27 +141,28 @@ class BridgedSync:
         coordinator = self._coordinator = self._coordinator_type(
             self._engines, transport, source, SingleRank(), self._life, sync_settings(self._scenario)
         )
-        self._call(coordinator.connect(term, base_version), LIMITS.connect_phase_s)
+        self._call(lambda: coordinator.connect(term, base_version), LIMITS.connect_phase_s)
 
     def sync(self, named_tensors: NamedTensors, optimizer_step: int) -> SyncOutcome:
-        assert self._coordinator is not None
+        coordinator = self._coordinator
+        assert coordinator is not None
         bound_s = LIMITS.sync_s(self._scenario.sync_attempts)
-        report = self._call(self._coordinator.sync(optimizer_step), bound_s)
+        report = self._call(lambda: coordinator.sync(optimizer_step), bound_s)
         total_s = report.phases_s["total"]
         return SyncOutcome(report.version, report.committed, report.phases_s, total_s, report.fenced)
 
     def close(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
-            self._call(coordinator.close(), LIMITS.shutdown_s)
+            self._call(coordinator.close, LIMITS.shutdown_s)
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        return self._bridge.call(self._unless_dead(coroutine), timeout_s)
+    def _call(self, step: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        return self._bridge.call(self._unless_dead(step), timeout_s)
 
-    async def _unless_dead(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _unless_dead(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What goes wrong in a dead trainer's sync is nobody's business any more."""
         try:
-            return await coroutine
+            return await step()
         except GrpoLabError:
             if self._life.alive:
                 raise

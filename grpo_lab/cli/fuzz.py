@@ -1,0 +1,98 @@
+"""``grpo-lab fuzz``: searches simulated clusters for a run that breaks a rule."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from grpo_lab.errors import ConfigError
+from grpo_lab.sim.scenario import Failure
+from grpo_lab.testing.search import SCENARIOS, Search, load_coordinator, save_all, search
+
+VIOLATED = 1
+PLAIN_EVERY_S = 10.0
+SHOWN_CHARACTERS = 400
+
+
+def fuzz(
+    minutes: float = 1.0,
+    scenario: str = "any",
+    out: Path = Path("failures"),
+    seed: int = 0,
+    max_examples: int = 10**9,
+    coordinator: str = "",
+) -> int:
+    """Runs whole clusters in virtual time under drawn delays, faults and schedules, all rules checked.
+
+    Exit code 1 when a rule was broken; what broke it is made small and written to a file, which
+    ``grpo-lab replay`` runs again, step for step.
+
+    Args:
+        minutes: how long to search.
+        scenario: any, quiet (no faults), faults (one small cluster) or schedules (the order of events only).
+        out: directory of the failure files; it is made when there is something to write.
+        seed: of the search. The same seed finds the same things, as far as the time goes.
+        max_examples: ends the search earlier.
+        coordinator: module:Class of a coordinator of your own, to search that instead.
+    """
+    if scenario not in SCENARIOS:
+        listed = "; ".join(f"{name} ({words})" for name, (words, _) in SCENARIOS.items())
+        raise ConfigError("scenario", scenario, f"one of: {listed}")
+    if not 0 < minutes <= 10_000:
+        raise ConfigError("minutes", minutes, "above 0, at most 10,000")
+    if max_examples < 1:
+        raise ConfigError("max_examples", max_examples, "an integer of at least 1")
+    if coordinator:
+        sys.path.insert(0, str(Path.cwd()))  # as python -m would
+    protocol = load_coordinator(coordinator)
+    console = Console(highlight=False)
+    with _Progress(console, minutes) as progress:
+        state = search(
+            SCENARIOS[scenario][1],
+            minutes=minutes,
+            max_examples=max_examples,
+            coordinator=protocol,
+            name=coordinator,
+            first_seed=seed,
+            on_example=progress.show,
+        )
+    console.print(str(state), soft_wrap=True)
+    for path, failure in zip(save_all(state.found, out), _sorted(state), strict=True):
+        console.print(f"[bold red]{failure.rule}[/] {path}", soft_wrap=True)
+        console.print(f"  {failure.message[:SHOWN_CHARACTERS]}", markup=False, soft_wrap=True)
+    return VIOLATED if state.found else 0
+
+
+def _sorted(state: Search) -> list[Failure]:
+    return [failure for _, failure in sorted(state.found.items())]
+
+
+class _Progress:
+    """A live line on a terminal, a plain one now and then elsewhere."""
+
+    def __init__(self, console: Console, minutes: float) -> None:
+        self._console = console
+        self._minutes = minutes
+        self._next_s = time.monotonic() + PLAIN_EVERY_S
+        self._status: Status | None = console.status("searching") if console.is_terminal else None
+
+    def __enter__(self) -> _Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, state: Search) -> None:
+        line = f"{state.wall_s / 60:.1f} of {self._minutes:g} min: {state}"
+        if self._status is not None:
+            self._status.update(line)
+        elif time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + PLAIN_EVERY_S
+            self._console.print(line, soft_wrap=True)

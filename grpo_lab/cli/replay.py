@@ -1,0 +1,93 @@
+"""``grpo-lab replay``: runs a failure file again, event for event."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from grpo_lab.errors import ConfigError, InvariantViolation
+from grpo_lab.events import Record, field_types
+from grpo_lab.report.files import replacing, write_report
+from grpo_lab.sim.scenario import Failure
+from grpo_lab.sim.world import simulate
+from grpo_lab.testing.search import load_coordinator
+
+VIOLATED = 1
+SHOWN_EVENTS = 20
+SHOWN_CHARACTERS = 200
+
+
+def replay(
+    failure: tyro.conf.Positional[Path],
+    until: int | None = None,
+    html: Path | None = None,
+    trace: Path | None = None,
+) -> int:
+    """Runs the scenario and the schedule of a failure file again and shows what led to the broken rule.
+
+    Exit code 1 when a rule is broken (also when it is another one than the file says), 0 when none is.
+
+    Args:
+        failure: the file, as ``grpo-lab fuzz`` writes it.
+        until: show the events up to this one (counted from 0); without it, up to the broken rule.
+        html: also write the report page of this run to this file.
+        trace: also write all events to this file, one line each.
+    """
+    case = Failure.load(failure)
+    if until is not None and until < 0:
+        raise ConfigError("until", until, "the number of an event, from 0")
+    if case.protocol:
+        sys.path.insert(0, str(Path.cwd()))
+    records: list[Record] = []
+    error: Exception | None = None
+    try:
+        simulate(case.scenario, case.tape, coordinator=load_coordinator(case.protocol), records=records)
+    except ConfigError:
+        raise
+    except Exception as raised:  # whatever ended the run is what is replayed
+        error = raised
+    _show(records, until, Console(highlight=False, markup=False))
+    _write(records, html, trace)
+    return _verdict(case, error, len(records) - 1)
+
+
+def _show(records: list[Record], until: int | None, console: Console) -> None:
+    last = len(records) - 1 if until is None else min(until, len(records) - 1)
+    for index in range(max(0, last + 1 - SHOWN_EVENTS), last + 1):
+        console.print(f"{index:>7} {_line(records[index])}", soft_wrap=True)
+
+
+def _line(record: Record) -> str:
+    event = record.event
+    fields = " ".join(f"{name}={getattr(event, name)!r}" for name in field_types(type(event)))
+    return f"{record.t:12.6f}  {record.id:<14} {event.kind}  {fields}"[:SHOWN_CHARACTERS]
+
+
+def _write(records: list[Record], html: Path | None, trace: Path | None) -> None:
+    lines = "".join(f"{record.to_line()}\n" for record in records)
+    if trace is not None:
+        with replacing(trace) as temporary:
+            temporary.write_text(lines, encoding="utf-8")
+    if html is not None:
+        with tempfile.TemporaryDirectory(prefix="grpo-lab-replay-") as directory:
+            (Path(directory) / "events.jsonl").write_text(lines, encoding="utf-8")
+            page = write_report(Path(directory)).read_text(encoding="utf-8")
+        with replacing(html) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+
+
+def _verdict(case: Failure, error: Exception | None, event: int) -> int:
+    if error is None:
+        print(f"no rule is broken (the file says {case.rule}, at event {case.event})")  # noqa: T201
+        return 0
+    rule = error.rule if isinstance(error, InvariantViolation) else type(error).__name__
+    print(f"{rule} at event {event}: {error}")  # noqa: T201
+    if (rule, event, str(error)) == (case.rule, case.event, case.message):
+        print("exactly as in the file")  # noqa: T201
+    else:
+        print(f"not as in the file, which says {case.rule} at event {case.event}: the code differs")  # noqa: T201
+    return VIOLATED

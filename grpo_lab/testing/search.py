@@ -1,0 +1,234 @@
+"""Searches simulated clusters for runs that break a rule, and makes what it finds small."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings, target
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+
+from grpo_lab.errors import ConfigError, InvariantViolation
+from grpo_lab.events import Record
+from grpo_lab.protocol.coordinator import Coordinator
+from grpo_lab.sim.explore import shrink
+from grpo_lab.sim.light_trainer import CoordinatorType
+from grpo_lab.sim.scenario import Failure, Scenario
+from grpo_lab.sim.tape import Tape
+from grpo_lab.sim.world import simulate
+from grpo_lab.testing.strategies import clusters, faults, tapes
+
+EXAMPLES_PER_ROUND = 200
+SHRINK_RUNS = 300
+
+QUIET = Scenario(engines=2, steps=4, max_staleness=2, canary=True)
+SCENARIOS: dict[str, tuple[str, st.SearchStrategy[Scenario]]] = {
+    "any": ("every cluster, work, delay and fault", clusters()),
+    "quiet": ("every cluster, work and delay, no fault", clusters(with_faults=False)),
+    "faults": (
+        "one small cluster, every fault",
+        faults(QUIET.engines).map(lambda drawn: dataclasses.replace(QUIET, faults=drawn)),
+    ),
+    "schedules": ("one small cluster without a fault, every schedule", st.just(QUIET)),
+}
+
+
+@dataclass(slots=True)
+class Search:
+    """What a search has seen so far. ``found`` holds the smallest failure of each rule."""
+
+    examples: int = 0
+    virtual_s: float = 0.0
+    began_s: float = field(default_factory=time.monotonic)
+    staleness: int = 0
+    overlap: int = 0
+    queue_depth: int = 0
+    marks: Counter[str] = field(default_factory=Counter)
+    found: dict[str, Failure] = field(default_factory=dict)
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    @property
+    def per_minute(self) -> float:
+        return 60 * self.examples / max(self.wall_s, 1e-9)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.examples:,} clusters ({self.per_minute:,.0f} a minute, "
+            f"{self.virtual_s / max(self.wall_s, 1e-9):,.0f} virtual seconds a second), at most: staleness "
+            f"{self.staleness}, in flight at a sync {self.overlap}, queued {self.queue_depth}; "
+            f"{len(self.found)} rules broken"
+        )
+
+
+def run_once(scenario: Scenario, tape: Tape, coordinator: CoordinatorType, name: str = "") -> Failure | None:
+    """The failure of this very run, or None. ``name`` is written into it as its protocol."""
+    failure, _ = _run(scenario, tape, coordinator, name)
+    return failure
+
+
+def search(
+    strategy: st.SearchStrategy[Scenario],
+    *,
+    minutes: float,
+    max_examples: int = 10**9,
+    coordinator: CoordinatorType = Coordinator,
+    name: str = "",
+    first_seed: int = 0,
+    on_example: Callable[[Search], None] = lambda _: None,
+) -> Search:
+    """Rounds of Hypothesis, each with its own seed, steered to large staleness, overlap and queues.
+
+    A round ends at its first failure, which Hypothesis shrinks, and its schedule is shrunk after that.
+    Nothing is raised for a failure: it is in ``found``, the smallest of each rule.
+    """
+    state = Search()
+    deadline_s = state.began_s + 60 * minutes
+    number = 0
+
+    def over() -> bool:
+        return time.monotonic() >= deadline_s or state.examples >= max_examples
+
+    while not over():
+        left = min(EXAMPLES_PER_ROUND, max_examples - state.examples)
+        smallest = _round(strategy, first_seed + number, left, state, coordinator, name, over, on_example)
+        number += 1
+        if smallest is not None:
+            known = state.found.get(smallest.rule)
+            smallest = _with_short_tape(smallest, coordinator, deadline_s)
+            if known is None or size_of(smallest) < size_of(known):
+                state.found[smallest.rule] = smallest
+    return state
+
+
+def size_of(failure: Failure) -> tuple[int, int, int, int, int]:
+    """What counts as small: faults, engines, steps, choices that are not first in first out, samples."""
+    scenario, choices = failure.scenario, failure.tape.choices
+    unusual = sum(1 for choice in choices if choice)
+    samples = scenario.prompts_per_step * scenario.generations
+    return (len(scenario.faults), scenario.engines, scenario.steps, unusual, samples)
+
+
+def load_coordinator(name: str) -> CoordinatorType:
+    """``module:Class``; "" is the protocol's own. Raises ``ConfigError`` for what is no coordinator."""
+    if not name:
+        return Coordinator
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("coordinator", name, f"module:Class that can be imported ({error})") from error
+    if not (isinstance(found, type) and issubclass(found, Coordinator)):
+        raise ConfigError("coordinator", name, "a subclass of grpo_lab.protocol.coordinator.Coordinator")
+    return found
+
+
+def save_all(found: dict[str, Failure], directory: Path) -> list[Path]:
+    """A file for each rule; an older file of the same rule is kept under its own name."""
+    paths = []
+    for rule, failure in sorted(found.items()):
+        number = 1
+        while (path := directory / f"{rule}-{number}.json").exists():
+            number += 1
+        failure.save(path)
+        paths.append(path)
+    return paths
+
+
+def _round(
+    strategy: st.SearchStrategy[Scenario],
+    round_seed: int,
+    examples: int,
+    state: Search,
+    coordinator: CoordinatorType,
+    name: str,
+    over: Callable[[], bool],
+    on_example: Callable[[Search], None],
+) -> Failure | None:
+    failures: list[Failure] = []
+
+    @seed(round_seed)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        phases=(Phase.generate, Phase.target, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy, tapes())
+    def examine(scenario: Scenario, tape: Tape) -> None:
+        if over():
+            return
+        failure, measures = _run(scenario, tape, coordinator, name, state)
+        on_example(state)
+        if failure is not None:
+            failures.append(failure)
+            raise AssertionError(failure.rule)
+        for label, value in measures.items():
+            target(value, label=label)
+
+    with suppress(AssertionError, Flaky):  # Flaky: time ran out while it was being shrunk
+        examine()
+    return min(failures, key=size_of, default=None)
+
+
+def _run(
+    scenario: Scenario, tape: Tape, coordinator: CoordinatorType, name: str, state: Search | None = None
+) -> tuple[Failure | None, dict[str, float]]:
+    records: list[Record] = []
+    measures: dict[str, float] = {}
+    error: Exception | None = None
+    try:
+        result = simulate(scenario, tape, coordinator=coordinator, records=records)
+        seen = result.value.measures
+        measures = {"staleness": seen.staleness, "overlap": seen.overlap, "queue depth": seen.queue_depth}
+        if state is not None:
+            state.marks.update(result.value.marks.keys())
+            state.staleness = max(state.staleness, seen.staleness)
+            state.overlap = max(state.overlap, seen.overlap)
+            state.queue_depth = max(state.queue_depth, seen.queue_depth)
+    except Exception as raised:  # whatever ends a simulation is a finding
+        error = raised
+    if state is not None:
+        state.examples += 1
+        state.virtual_s += records[-1].t if records else 0.0
+    if error is None:
+        return None, measures
+    violation = error if isinstance(error, InvariantViolation) else None
+    rule = violation.rule if violation is not None else type(error).__name__
+    event_ids = violation.event_ids if violation is not None else ()
+    return (
+        Failure(scenario, tape.canonical(), rule, str(error), len(records) - 1, event_ids, name),
+        measures,
+    )
+
+
+def _with_short_tape(failure: Failure, coordinator: CoordinatorType, deadline_s: float) -> Failure:
+    """The same failure under a schedule as close to first in first out as can be found quickly."""
+    best = failure
+
+    def same(tape: Tape) -> bool:
+        nonlocal best
+        if time.monotonic() > deadline_s + 20:  # a little longer than asked for is worth a small case
+            return False
+        again, _ = _run(failure.scenario, tape, coordinator, failure.protocol)
+        if again is None or again.rule != failure.rule:
+            return False
+        best = again
+        return True
+
+    if any(failure.tape.choices):
+        shrunk = shrink(failure.tape, same, max_runs=SHRINK_RUNS)
+        same(shrunk)
+    return best

@@ -1,0 +1,126 @@
+"""Whole clusters under drawn delays, faults and schedules: the protocol breaks no rule, planted bugs do."""
+
+import json
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from grpo_lab.cli.main import main
+from grpo_lab.errors import ConfigError
+from grpo_lab.sim.scenario import Failure
+from grpo_lab.sim.world import simulate
+from grpo_lab.testing.search import SCENARIOS, load_coordinator, run_once, search
+from grpo_lab.testing.strategies import clusters, tapes
+
+QUICK_EXAMPLES, NIGHTLY_MINUTES = 80, 10
+MUST_BE_REACHED = {
+    "admission-blocked-by-bound",
+    "admission-blocked-by-inflight",
+    "began-again-from-nothing",
+    "committed-by-restarted-trainer",
+    "committed-by-retry",
+    "consumed-stale-sample",
+    "died-engine",
+    "died-trainer",
+    "died-worker",
+    "dropped-request_failed",
+    "dropped-reward_failed",
+    "dropped-shutdown",
+    "dropped-stale",
+    "dropped-term_ended",
+    "engine-dropped-update",
+    "engine-fenced",
+    "request-aborted",
+    "request-arrived-in-pause",
+    "request-refused-409",
+    "request-refused-503",
+    "restarted-engine",
+    "resumed-from-checkpoint",
+    "sample-over-two-versions",
+    "sync-attempt-failed",
+    "sync-given-up",
+    "sync-under-traffic",
+    "trainer-starved",
+}
+
+
+@settings(
+    max_examples=QUICK_EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(clusters(), tapes())
+def test_no_cluster_breaks_a_rule(scenario, tape):
+    outcome = simulate(scenario, tape).value
+    assert outcome.optimizer_steps == scenario.steps
+    assert outcome.check.violations == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(60 * NIGHTLY_MINUTES + 300)
+def test_a_long_search_breaks_no_rule_and_reaches_everything():
+    state = search(clusters(), minutes=NIGHTLY_MINUTES, first_seed=int(time.time()))
+    assert state.found == {}, str(state)
+    assert MUST_BE_REACHED - state.marks.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("planted", "rules"),
+    [
+        ("CountsAttempts", {"S1"}),
+        pytest.param("ForgetsToResume", {"S32"}, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_planted_bug_is_found_saved_and_replayed(planted, rules, tmp_path, capsys):
+    name = f"planted_coordinators:{planted}"
+    words = ["--scenario", "faults", "--minutes", "0.5", "--max-examples", "120", "--out", str(tmp_path)]
+    assert main(["fuzz", *words, "--coordinator", name]) == 1
+    path = min(tmp_path.glob("*.json"), key=lambda item: Failure.load(item).rule not in rules)
+    failure = Failure.load(path)
+    assert failure.rule in rules
+    assert 1 <= len(failure.scenario.faults) <= 2
+    assert sum(1 for choice in failure.tape.choices if choice) <= 5
+    capsys.readouterr()
+
+    assert main(["replay", str(path), "--html", str(tmp_path / "page.html")]) == 1
+    said = capsys.readouterr().out
+    assert f"{failure.rule} at event {failure.event}" in said
+    assert "exactly as in the file" in said
+    assert "<html" in (tmp_path / "page.html").read_text()
+
+    again = run_once(failure.scenario, failure.tape, load_coordinator(name), name)
+    assert again.event_ids == failure.event_ids
+    correct = json.loads(path.read_text()) | {"protocol": ""}
+    path.write_text(json.dumps(correct))
+    assert main(["replay", str(path), "--until", "3"]) == 0
+    assert "no rule is broken" in capsys.readouterr().out
+
+
+def test_named_searches_run(capsys):
+    for name in SCENARIOS:
+        assert main(["fuzz", "--scenario", name, "--minutes", "1", "--max-examples", "3"]) == 0
+    assert "0 rules broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fuzz", "--scenario", "moon"],
+        ["fuzz", "--minutes", "0"],
+        ["fuzz", "--max-examples", "0"],
+        ["fuzz", "--coordinator", "nowhere:Nothing"],
+        ["fuzz", "--coordinator", "json:dumps"],
+        ["replay", "/nowhere/failure.json"],
+    ],
+)
+def test_bad_input_is_refused(words, capsys):
+    assert main(words) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_coordinator_must_be_one():
+    with pytest.raises(ConfigError, match="subclass"):
+        load_coordinator("json:JSONDecoder")
