@@ -115,13 +115,13 @@ class Coordinator:
         await self._require_agreement("connect", await self._led(self._actions.connect))
         self._enter(SyncState.RUNNING)
 
-    async def sync(self, optimizer_step: int = 0, weights_changed: bool = True) -> SyncReport:
+    async def sync(self, optimizer_step: int = 0) -> SyncReport:
         """Publishes the source's weights as the next version. All ranks call it together."""
-        await self.pause(optimizer_step, weights_changed)
+        await self.pause(optimizer_step)
         await self.transfer()
         return await self.resume()
 
-    async def pause(self, optimizer_step: int = 0, weights_changed: bool = True) -> None:
+    async def pause(self, optimizer_step: int = 0) -> None:
         """First step: no engine of the view generates any more (or the sync is going to be aborted)."""
         if self.state is not SyncState.RUNNING:
             raise SyncError(f"sync in state {self.state.value}: connect first, and one sync at a time")
@@ -129,7 +129,7 @@ class Coordinator:
         self._moved = False
         self._broken = None
         self._optimizer_step = optimizer_step
-        await self._begin(weights_changed)
+        await self._begin()
         async with self._released_on_error():
             await self._pause()
 
@@ -155,6 +155,7 @@ class Coordinator:
                     version=self._sync.version,
                     outcome="committed" if self._moved else "aborted",
                     phases_s=phases_s,
+                    nbytes=self._delivery.nbytes,
                 )
             )
         return SyncReport(self.committed, self._moved, phases_s, tuple(self._set.fenced))
@@ -171,7 +172,7 @@ class Coordinator:
 
     # -- phases, on every rank -----------------------------------------------------------------------
 
-    async def _begin(self, weights_changed: bool) -> None:
+    async def _begin(self) -> None:
         # A version that an earlier sync gave up may be tried again with newer weights: another attempt
         # number then, since engines take an identity that they know for done.
         version = self.committed + 1
@@ -189,7 +190,6 @@ class Coordinator:
                     pause_mode=self._settings.pause_mode,
                     clear_cache=self._settings.clear_cache,
                     optimizer_step=self._optimizer_step,
-                    weights_changed=weights_changed,
                 )
             )
 

@@ -31,8 +31,5 @@ class PromptCursorLedger:
             self._done.remove(self._low_water)
             self._low_water += 1
 
-    def is_done(self, prompt_index: int) -> bool:
-        return prompt_index < self._low_water or prompt_index in self._done
-
     def state(self) -> CursorState:
         return CursorState(self._low_water, tuple(sorted(self._done)))

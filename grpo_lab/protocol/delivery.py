@@ -23,7 +23,8 @@ class Delivery:
 
     ``started`` says whether the version under way has touched any engine. ``loaded`` holds the names of
     the engines that may hold it: asked to finish, and not known to hold anything else; any of them could
-    serve it once resumed. ``proved`` holds those of the newest attempt that also proved it.
+    serve it once resumed. ``proved`` holds those of the newest attempt that also proved it; ``nbytes`` is
+    the size of the version, 0 until it has been packed.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Delivery:
         self.loaded: set[str] = set()
         self.proved: set[str] = set()
         self.failures: Counter[str] = Counter()
+        self.nbytes = 0
         self._joined: tuple[str, ...] = ()
 
     async def begin_version(self) -> None:
@@ -55,6 +57,7 @@ class Delivery:
         self.loaded = set()
         self.proved = set()
         self.failures.clear()
+        self.nbytes = 0
         if self._canary is not None:
             self._scores_before = self._scores
             score = self._source.score(self._canary.sequences)
@@ -194,6 +197,7 @@ class Delivery:
             sizes.append(bucket.nbytes)
             hashes.append(bucket.hash64)
             if len(sizes) == self._source.num_buckets:
+                self.nbytes = sum(sizes)
                 # Before the last bucket leaves, so that no engine can hold what was never published.
                 self._recorder.emit(
                     WeightsPublished(

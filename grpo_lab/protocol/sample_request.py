@@ -94,12 +94,11 @@ class SampleRequester:
         """These engines are out of service: they get no request any more, and what they have is asked for
         elsewhere. Names that are not known, or were told before, are ignored.
         """
-        now_s = asyncio.get_running_loop().time()
         for name in names:
             if name in self._asking and name not in self._fenced:
                 self._fenced.add(name)
                 for scope in self._asking[name].values():
-                    scope.reschedule(now_s)
+                    scope.reschedule(asyncio.get_running_loop().time())
         self._news.set()
 
     async def sample(

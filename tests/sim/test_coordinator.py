@@ -16,6 +16,7 @@ from grpo_lab.events import (
     StateChanged,
     SyncEnded,
     VersionCommitted,
+    WeightsPublished,
 )
 from grpo_lab.sim.simulation import SimContext, run_simulation, run_twice
 from grpo_lab.types import SyncState
@@ -56,6 +57,9 @@ def test_three_engines_one_damaged_bucket_one_retry():
     (committed,) = of(result, VersionCommitted)
     assert (committed.version, committed.attempt) == (1, 2)
     assert committed.members == ("engine-0", "engine-1", "engine-2")
+    assert [event.nbytes for event in of(result, SyncEnded)] == [
+        sum(of(result, WeightsPublished)[0].bucket_nbytes)
+    ]
     assert [event.accepted for event in _received(result, "engine-1", attempt=1)].count(False) == 1
 
 
