@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from grpo_lab.errors import EngineError
+from grpo_lab.errors import EngineError, ModelError
 
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 5.0
@@ -53,7 +53,11 @@ class EngineProcess:
         return self._process.pid
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> str:
-        """The server's address. Raises ``EngineError`` with its last words when it does not come up."""
+        """The server's address.
+
+        Raises ``EngineError`` with its last words when it does not come up, ``ModelError`` if they are about
+        its input.
+        """
         deadline_s = time.monotonic() + timeout_s
         said = b""
         stdout = self._process.stdout
@@ -67,8 +71,10 @@ class EngineProcess:
                 )
             data = os.read(stdout.fileno(), 4096)
             if not data:
-                self._process.wait(STOP_TIMEOUT_S)
-                raise EngineError(f"{self.command.name} did not start: {self.death()}")
+                code = self._process.wait(STOP_TIMEOUT_S)
+                # What it was given by us is right, so bad input to it is bad input to the run: the model.
+                kind = ModelError if code == ModelError.exit_code else EngineError
+                raise kind(f"{self.command.name} did not start: {self.death()}")
             said += data
         self.url = said.decode().split(READY_WORD)[1].split()[0]
         return self.url

@@ -1,10 +1,14 @@
 """Parts of ``grpo-lab run`` that need no processes."""
 
+import sys
+
 import pytest
 
 from grpo_lab.cli import run as cli_run
 from grpo_lab.cli.main import main
+from grpo_lab.errors import EngineError, ModelError
 from grpo_lab.harness import attached
+from grpo_lab.harness.engine_process import ServerCommand, running_engines
 from grpo_lab.harness.outcome import Outcome, _headlines, attempt
 from grpo_lab.types import EngineCapabilities
 
@@ -62,3 +66,11 @@ def test_an_error_of_the_system_is_one_line_and_exit_3(tmp_path, capsys, monkeyp
     monkeypatch.setattr(cli_run, "main", full_disk)
     assert main(["run"]) == 3
     assert capsys.readouterr().err == "grpo-lab run: [Errno 28] No space left on device: 'runs/config.json'\n"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, ModelError), (3, EngineError)])
+def test_a_model_that_the_engine_refuses_is_bad_input(tmp_path, code, kind):
+    words = f"import sys; print('no such model', file=sys.stderr); sys.exit({code})"
+    command = ServerCommand("engine-0", (sys.executable, "-c", words), tmp_path / "engine-0.log")
+    with pytest.raises(kind, match=r"engine-0 did not start: .*no such model"), running_engines([command]):
+        pytest.fail("it did not start")
