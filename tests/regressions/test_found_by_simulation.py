@@ -116,3 +116,12 @@ def test_the_freshest_policy_may_drop_a_whole_backlog():
         token_s=0.01,
     )
     assert simulate(scenario).value.marks["dropped-stale"] > 0
+
+
+@pytest.mark.xfail(
+    strict=True, raises=InvariantViolation, reason="a fenced engine that restarts is not taken in again"
+)
+def test_an_engine_that_was_fenced_as_dead_serves_again_after_its_restart():
+    """L7: the view only shrinks within a term, so a restarted engine waits for the next trainer."""
+    fault = Fault("crash_before", "engine-0", "pause", 2, duration_s=2.0)
+    simulate(Scenario(engines=2, steps=30, step_s=15.0, faults=(fault,)))
