@@ -124,7 +124,9 @@ def _tell(
             console.print(f"  {item.rule} {escape(item.message)} [dim]{', '.join(item.event_ids)}[/]")
     if outcome.ended != "clean":
         console.print(f"[bold red]{outcome.ended}[/]: {escape(outcome.detail)}", soft_wrap=True)
-    console.print(f"report: {escape(str(directory.path / 'report.html'))}", soft_wrap=True)
+    report = directory.path / "report.html"
+    if report.exists():
+        console.print(f"report: {escape(str(report))}", soft_wrap=True)
 
 
 def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -89,7 +89,8 @@ def unit_of(name):
     if head == "experiments":
         return head
     first = rest.partition(".")[0]
-    return first if head == "grpo_lab" and first and not first.startswith("__") else None
+    ours = head == "grpo_lab" and first and (first == "__main__" or not first.startswith("__"))
+    return first if ours else None
 
 
 def modules():
