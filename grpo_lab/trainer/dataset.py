@@ -226,7 +226,7 @@ class RewardFunctions:
                     result = await asyncio.to_thread(function, **arguments)
                 else:
                     result = function(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() in a reward would end the worker's loop
             if scope.expired():
                 message = f"reward function {_name(function)} gave nothing within {self._timeout_s:g} s"
                 raise RewardError(f"{message}; raise reward_timeout or make it faster") from error

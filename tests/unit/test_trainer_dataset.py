@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import sys
 import time
 
 import numpy as np
@@ -175,6 +176,14 @@ def test_exceptions_name_the_function():
         score(raising)
     with pytest.raises(RewardError, match="reward function timing_out raised TimeoutError"):
         score(timing_out)
+
+
+def test_a_function_that_exits_costs_its_group_alone():
+    def leaving(**_):
+        sys.exit(5)
+
+    with pytest.raises(RewardError, match=r"reward function leaving raised SystemExit\(5\)"):
+        score(leaving)
 
 
 def test_a_slow_function_is_bounded_and_does_not_stop_the_loop():
