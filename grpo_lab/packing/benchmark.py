@@ -32,7 +32,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the benchmark, over the first `max_parameters` of the model's parameters."""
+    """One row of the benchmark, over the model's tensors in order, those that fit into `max_parameters`."""
 
     op: str  # "pack" or "unpack"
     model: str
@@ -75,9 +75,9 @@ def make_tensors(case: Case) -> dict[str, torch.Tensor]:
             len(shape) != 2 or math.prod(shape) * dtype.itemsize > case.bucket_bytes
         ):
             continue  # whole matrices only: a peer cannot copy a part of a transposed one as one view
+        if math.prod(shape) > left:
+            continue
         left -= math.prod(shape)
-        if left < 0 and tensors:
-            break
         memory = torch.empty(shape[::-1] if case.strides == "transposed" else shape, dtype=dtype)
         flat = memory.view(-1)
         for start in range(0, flat.numel(), block.numel()):
@@ -194,8 +194,12 @@ class Contenders:
         return run
 
 
-def measure(case: Case, repeats: int = 7) -> Row:
-    """Runs all contenders in turn, `repeats` times after one round that warms up."""
+def measure(case: Case, repeats: int = 7, budget_s: float = math.inf) -> Row:
+    """Runs all contenders in turn, `repeats` times after one round that warms up.
+
+    On a busy machine it stops after three rounds or more once `budget_s` is spent; the row says how many.
+    """
+    started = time.perf_counter()
     torch.set_num_threads(case.torch_threads)
     contenders = Contenders(case)
     ways = contenders.pack() if case.op == "pack" else contenders.unpack()
@@ -203,7 +207,9 @@ def measure(case: Case, repeats: int = 7) -> Row:
     times: dict[str, list[float]] = {name: [] for name in (*ways, "flat")}
     flat = contenders.flat_copy()
     gc.collect()
-    for _ in range(repeats + 1):
+    done = 0
+    while done < repeats + 1 and (done < 4 or time.perf_counter() - started < budget_s):
+        done += 1
         for name, way in ways.items():
             began = time.perf_counter()
             for index in buckets:
@@ -224,7 +230,7 @@ def measure(case: Case, repeats: int = 7) -> Row:
         flat_copy_s=medians.pop("flat"),
         verify_s=medians.pop("verify", None),
         peers_s=medians,
-        repeats=repeats,
+        repeats=done - 1,
     )
 
 
