@@ -151,7 +151,7 @@ def _attempt(
 
     def body() -> None:
         with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
-            model = _model(recipe, progress)
+            model = model_of(recipe, progress)
             with _engines(recipe, directory, recorder, model, started_s, progress, engines) as urls:
                 trainer_recorder = FileRecorder("trainer", directory.events, run_clock(started_s))
                 with trainer_recorder:
@@ -172,7 +172,7 @@ def _simulate(recipe: Recipe, directory: RunDir, declared: RunDeclared, console:
 
     def body() -> None:
         with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
-            model = _model(recipe, progress)
+            model = model_of(recipe, progress)
             with progress.stage("simulation"):
                 simulated = simulate(recipe, directory, model, declared, recorder, progress.step)
         console.print(simulated.words())
@@ -183,7 +183,8 @@ def _simulate(recipe: Recipe, directory: RunDir, declared: RunDeclared, console:
     return outcome
 
 
-def _model(recipe: Recipe, progress: RunProgress) -> Path:
+def model_of(recipe: Recipe, progress: RunProgress) -> Path:
+    """The recipe's model directory; a tiny model is made if it is not in the cache."""
     if recipe.model:
         return Path(recipe.model)
     task = get_task(recipe.task if recipe.task in task_names() else "sort_digits")

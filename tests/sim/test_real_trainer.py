@@ -11,37 +11,23 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from simulated_recipe import REWARD, tiny_recipe, untrained_model
 
 from grpo_lab.check import check_trace
 from grpo_lab.errors import ConfigError
 from grpo_lab.events import MemberDied, OptimizerStepApplied, SyncEnded
 from grpo_lab.harness.outcome import Outcome
-from grpo_lab.harness.recipe import RECIPES
 from grpo_lab.harness.run_dir import make_run_dir
 from grpo_lab.harness.runner import declaration, run
 from grpo_lab.harness.simulated import DEFAULT_SPEEDS, end_trace, simulate, trace_recorder
 from grpo_lab.report.files import read_trace
 from grpo_lab.sim import speeds as speeds_module
 from grpo_lab.sim.speeds import Speeds
-from grpo_lab.tasks import get_task
-from grpo_lab.tasks.tiny_model import TinyModelSpec, build_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """An untrained model: these tests are not about learning."""
-    path = tmp_path_factory.mktemp("model")
-    network, tokenizer = build_model(TinyModelSpec(num_layers=1, hidden_size=32), get_task("sort_digits"), 0)
-    network.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-def tiny_recipe(model, out, **changes):
-    """Three steps of four groups, as different from each other as untrained samples get."""
-    base = RECIPES["smoke"][1]
-    given = {"world": "sim", "model": str(model), "out": out, "heldout_prompts": 8, "reward": REWARD}
-    return dataclasses.replace(base, **{**given, **changes})
+    return untrained_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -56,14 +42,6 @@ def whole_run(model, tmp_path_factory):
     done = tiny_recipe(model, out, engines=2, pause_mode="abort", save_steps=2)
     assert run(done, Console(quiet=True)) == 0
     return done
-
-
-REWARD = f"{__name__}:digits_used"
-
-
-def digits_used(completions, **_):
-    """A reward that untrained samples differ in."""
-    return [float(len(set(text))) for text in completions]
 
 
 def failing(completions, **_):
