@@ -14,8 +14,8 @@ from rich.console import Console
 from simulated_recipe import REWARD, tiny_recipe, untrained_model
 
 from grpo_lab.check import check_trace
-from grpo_lab.errors import ConfigError
-from grpo_lab.events import MemberDied, OptimizerStepApplied, SyncEnded
+from grpo_lab.errors import ConfigError, WorkerStalled
+from grpo_lab.events import GroupQueued, MemberDied, OptimizerStepApplied, SyncEnded
 from grpo_lab.harness.outcome import Outcome
 from grpo_lab.harness.run_dir import make_run_dir
 from grpo_lab.harness.runner import declaration, run
@@ -169,6 +169,19 @@ def test_synchronous_training_waits_for_what_asynchronous_training_overlaps(reci
     waits = [sum(step.wait_s for step in events(r, OptimizerStepApplied)[2:]) for r in (fast, slow)]
     assert waits[1] > 0.2
     assert waits[0] < waits[1] / 2
+
+
+def test_a_worker_that_brings_nothing_forward_is_stalled(recipe):
+    recipe = dataclasses.replace(recipe, heartbeat_stale_after_s=5.0)
+    with pytest.raises(WorkerStalled, match=r"no progress for 5\.0 virtual seconds .*it waits for: bound"):
+        simulated(recipe, Speeds(engine_step_s=50.0))
+
+
+def test_groups_wait_for_room_in_the_queue(recipe):
+    recipe = dataclasses.replace(recipe, queue_capacity=1, staleness_policy="drop", max_staleness=4)
+    _, records = simulated(recipe, Speeds(trainer_step_s=30.0))
+    assert {event.depth for event in events(records, GroupQueued)} == {1}
+    assert violations(records, recipe.out) == 0
 
 
 def test_a_failing_reward_ends_the_run_in_words(recipe):
