@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.sim.scenario import Failure
-from grpo_lab.testing.search import SCENARIOS, Search, load_coordinator, save_all, search
+
+if TYPE_CHECKING:
+    from grpo_lab.testing.search import Search
 
 VIOLATED = 1
 PLAIN_EVERY_S = 10.0
@@ -39,6 +41,9 @@ def fuzz(
         max_examples: ends the search earlier.
         coordinator: module:Class of a coordinator of your own, to search that instead.
     """
+    # Imported after the arguments were read: it takes seconds, and --help should not.
+    from grpo_lab.testing.search import SCENARIOS, load_coordinator, save_all, search  # noqa: PLC0415
+
     if scenario not in SCENARIOS:
         listed = "; ".join(f"{name} ({words})" for name, (words, _) in SCENARIOS.items())
         raise ConfigError("scenario", scenario, f"one of: {listed}")
@@ -61,14 +66,11 @@ def fuzz(
             on_example=progress.show,
         )
     console.print(str(state), soft_wrap=True)
-    for path, failure in zip(save_all(state.found, out), _sorted(state), strict=True):
+    paths = save_all(state.found, out)
+    for path, (_, failure) in zip(paths, sorted(state.found.items()), strict=True):
         console.print(f"[bold red]{failure.rule}[/] {path}", soft_wrap=True)
         console.print(f"  {failure.message[:SHOWN_CHARACTERS]}", markup=False, soft_wrap=True)
     return VIOLATED if state.found else 0
-
-
-def _sorted(state: Search) -> list[Failure]:
-    return [failure for _, failure in sorted(state.found.items())]
 
 
 class _Progress:

@@ -13,8 +13,6 @@ from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record, field_types
 from grpo_lab.report.files import replacing, write_report
 from grpo_lab.sim.scenario import Failure
-from grpo_lab.sim.world import simulate
-from grpo_lab.testing.search import load_coordinator
 
 VIOLATED = 1
 SHOWN_EVENTS = 20
@@ -37,6 +35,10 @@ def replay(
         html: also write the report page of this run to this file.
         trace: also write all events to this file, one line each.
     """
+    # Imported after the arguments were read: it takes seconds, and --help should not.
+    from grpo_lab.sim.world import simulate  # noqa: PLC0415
+    from grpo_lab.testing.search import load_coordinator  # noqa: PLC0415
+
     case = Failure.load(failure)
     if until is not None and until < 0:
         raise ConfigError("until", until, "the number of an event, from 0")
