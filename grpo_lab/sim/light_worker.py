@@ -148,7 +148,9 @@ class LightWorker:
         self._stopped = True
         self._to_worker.send(self._worker.stop)
         self._bridge.call(self._wait_for_end(), STOP_S)
-        if not self._gone_told:
+        if self._failure is not None:  # it died when nobody waited for its samples
+            self._tell_gone()
+        else:
             self._trainer.emit(MemberStopped(member=WORKER))
         self._life.end()
 
@@ -205,11 +207,14 @@ class LightWorker:
     def _raise_if_gone(self) -> None:
         if self._failure is None or self._stopped:
             return
+        self._tell_gone()
+        raise self._failure
+
+    def _tell_gone(self) -> None:
         if not self._gone_told:
             self._gone_told = True
             self._life.end()
             self._trainer.emit(MemberDied(member=WORKER, detail=str(self._failure)[:500]))
-        raise self._failure
 
     async def _wait_for_item(self, timeout_s: float) -> None:
         try:

@@ -200,6 +200,7 @@ class World:
             if failure is None:
                 self._life.end()
                 self._run.emit(MemberStopped(member=TRAINER))
+                self._end_lost_groups()
                 return trainer
             self._count_restart(failure)
             await asyncio.sleep(self._down_s or RESTART_S)

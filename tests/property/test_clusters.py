@@ -33,7 +33,6 @@ MUST_BE_REACHED = {
     "engine-fenced",
     "request-aborted",
     "request-arrived-in-pause",
-    "request-refused-409",
     "request-refused-503",
     "restarted-engine",
     "resumed-from-checkpoint",

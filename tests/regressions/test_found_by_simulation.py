@@ -118,6 +118,35 @@ def test_the_freshest_policy_may_drop_a_whole_backlog():
     assert simulate(scenario).value.marks["dropped-stale"] > 0
 
 
+def test_a_worker_that_dies_in_the_last_step_is_accounted_for():
+    """S20: nobody waited for its samples any more, so its death was told as an orderly stop."""
+    fault = Fault("crash_before", "worker", "generate", 5)
+    result = simulate(
+        Scenario(
+            engines=1,
+            slots=1,
+            prompts_per_step=1,
+            generations=1,
+            weight_sync_steps=2,
+            max_inflight=1,
+            queue_capacity=1,
+            mean_tokens=4,
+            max_tokens=4,
+            step_s=0.05,
+            token_s=0.01,
+            reward_s=0.0,
+            network_s=0.0,
+            jitter=0.0,
+            bandwidth_bytes_s=1e7,
+            steps=3,
+            faults=(fault,),
+        )
+    )
+    assert result.value.marks["died-worker"] == 1
+    assert result.value.terms == 1
+    assert result.value.marks["dropped-term_ended"] == 2
+
+
 @pytest.mark.xfail(
     strict=True, raises=InvariantViolation, reason="a fenced engine that restarts is not taken in again"
 )
