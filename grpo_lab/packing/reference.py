@@ -15,16 +15,16 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def pack_reference(plan: BucketPlan, tensors: Mapping[str, torch.Tensor], bucket: int) -> bytes:
-    """The bytes of one bucket."""
-    memory = torch.zeros(plan.bucket_nbytes(bucket), dtype=torch.uint8)
+def pack_reference(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
+    """The bytes of every bucket."""
+    buckets = [torch.zeros(plan.bucket_nbytes(index), dtype=torch.uint8) for index in range(plan.num_buckets)]
     for entry in plan.tensors:
-        wire = tensors[entry.name].to(getattr(torch, entry.wire_dtype)).contiguous().view(-1)
+        wire = raw_bytes(tensors[entry.name].to(getattr(torch, entry.wire_dtype)))
+        itemsize = entry.nbytes // max(entry.numel, 1)
         for piece in entry.pieces:
-            if piece.bucket == bucket:
-                data = raw_bytes(wire[piece.first : piece.first + piece.count])
-                memory[piece.offset : piece.offset + data.numel()] = data
-    return memory.numpy().tobytes()
+            data = wire[piece.first * itemsize : (piece.first + piece.count) * itemsize]
+            buckets[piece.bucket][piece.offset : piece.offset + data.numel()] = data
+    return [bucket.numpy().tobytes() for bucket in buckets]
 
 
 def vllm_reference(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[bytes]:
