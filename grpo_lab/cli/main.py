@@ -56,7 +56,7 @@ COMMANDS = {
     "fuzz": Command("search simulated clusters for a broken rule", "grpo_lab.cli.fuzz", "fuzz"),
     "replay": Command("run a failure that fuzz found again", "grpo_lab.cli.replay", "replay"),
     "serve": Command("serve a model like a vLLM server, simulated", "grpo_lab.cli.serve", "serve"),
-    "bench": Command("measure on this machine: bench pack", "grpo_lab.cli.bench"),
+    "bench": Command("measure on this machine: bench pack, bench sync", "grpo_lab.cli.bench"),
     "doctor": Command("say what this machine can do and what is missing", "grpo_lab.cli.doctor", "doctor"),
 }
 

@@ -83,7 +83,7 @@ class RunProgress:
         now_s = self._clock()
         if force or now_s - self._last_plain_s >= PLAIN_EVERY_S:
             self._last_plain_s = now_s
-            self._console.print(f"{what} {done}/{total}  {figures}", highlight=False)
+            self._console.print(f"{what} {done}/{total}  {figures}", highlight=False, soft_wrap=True)
 
 
 _FORMATS = {

@@ -1,6 +1,7 @@
 """The engine's HTTP client: against our app in process, and against servers that misbehave."""
 
 import asyncio
+import dataclasses
 import time
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,7 @@ from grpo_lab.types import EngineCapabilities, GenerateRequest, SamplingParams, 
 SHAPES = {"a": (30, 30), "b": (5,)}
 SYNC = SyncId(2, 1)
 REQUEST = GenerateRequest("r1", (1, 2, 3), SamplingParams(max_tokens=5, ignore_eos=True, seed=4), term=2)
+EVALUATION = dataclasses.replace(REQUEST, kind="evaluation")
 
 
 @asynccontextmanager
@@ -88,16 +90,19 @@ async def test_events_know_what_caused_them():
 
 
 @in_loop
-async def test_generation_before_the_first_sync_is_version_0():
+async def test_before_the_first_sync_other_requests_are_version_0_and_rollouts_are_refused():
     async with engine_and_client() as (client, _, _receiver):
-        assert (await client.generate(REQUEST)).spans == (VersionSpan(0, 0, 0, 5, 0),)
+        assert (await client.generate(EVALUATION)).spans == (VersionSpan(0, 0, 0, 5, 0),)
+        with pytest.raises(EngineRefused, match="no synced weights yet") as refused:
+            await client.generate(REQUEST)
+        assert refused.value.status == 503
 
 
 @in_loop
 async def test_abort_frees_requests_and_an_empty_list_aborts_nothing():
     async with engine_and_client() as (client, _, _receiver):
         await client.pause("keep", True, 1)
-        call = asyncio.create_task(client.generate(REQUEST))
+        call = asyncio.create_task(client.generate(EVALUATION))
         await turns(50)
         await client.abort([])
         await turns()
