@@ -63,6 +63,13 @@ def test_d2_needs_enough_syncs() -> None:
     assert memory(*range(100, 112)).check().of("D2").status == "vacuous"
 
 
+def test_an_allocator_that_warms_up_is_no_leak():
+    """It grows by a quarter, ever more slowly: measured on a trainer with two threads."""
+    warming = memory(*(746 - 134 * 0.9**sync for sync in range(60)))
+    assert warming.violated() == set()
+    assert warming.evaluated("D2") == 1
+
+
 def lengths(consumed: int, dropped: int, groups: int = 120, reason: str = "stale") -> RolloutTrace:
     """Every third group is dropped. Lengths spread by a token, so that the difference has an error."""
     trace = RolloutTrace().begin().commit(1, step=0)
