@@ -46,12 +46,22 @@ class ForksAndHolds:
         self.path = path
 
     def __call__(self, completions, **_):
-        if not Path(self.path).exists():
-            child = os.fork()
-            if child == 0:
-                time.sleep(30)
-                os._exit(0)
-            Path(self.path).write_text(str(child))
+        # Groups are scored side by side: one of them forks, the others wait until its note is whole.
+        note, claim = Path(self.path), Path(f"{self.path}.claim")
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            deadline = time.monotonic() + 5
+            while not note.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return [1.0] * len(completions)
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        whole = Path(f"{self.path}.whole")
+        whole.write_text(str(child))
+        whole.rename(note)
         return [1.0] * len(completions)
 
 
