@@ -24,7 +24,27 @@ from grpo_lab.events import (
 )
 
 
-class SourceStandsStill(Rule):
+class SlotRule(Rule):
+    """Base of the rules that follow which ring slots are being read."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._slots: dict[tuple[str, int], tuple[int, str]] = {}  # (actor, slot) -> bucket, event
+
+    @on(BucketPacked)
+    def packed(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, BucketPacked)
+        self._slots[record.actor, event.slot] = (event.bucket, record.id)
+
+    @on(SlotReleased)
+    def released(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, SlotReleased)
+        self._slots.pop((record.actor, event.slot), None)
+
+
+class SourceStandsStill(SlotRule):
     """From the first pack of an attempt until its manifest is complete no parameter changes; a bucket is
     packed when its gather has ended, into a slot that every reader has released.
 
@@ -38,7 +58,6 @@ class SourceStandsStill(Rule):
         super().__init__(context)
         self._reading: dict[str, tuple[Identity, str]] = {}  # actor -> attempt, its first pack
         self._gathering: dict[tuple[Identity, int], dict[int, str]] = {}  # bucket -> rank
-        self._slots: dict[tuple[str, int], tuple[int, str]] = {}  # (actor, slot) -> bucket, event
 
     @on(GatherBegan)
     def gather_began(self, record: Record) -> None:
@@ -82,18 +101,6 @@ class SourceStandsStill(Rule):
                 held[1],
             )
 
-    @on(BucketPacked)
-    def packed(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, BucketPacked)
-        self._slots[record.actor, event.slot] = (event.bucket, record.id)
-
-    @on(SlotReleased)
-    def released(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, SlotReleased)
-        self._slots.pop((record.actor, event.slot), None)
-
     @on(OptimizerStepApplied)
     def stepped(self, record: Record) -> None:
         event = record.event
@@ -136,7 +143,7 @@ class SourceStandsStill(Rule):
             del self._slots[key]
 
 
-class GivenBack(Rule):
+class GivenBack(SlotRule):
     """A committed sync leaves no slot in use, and a clean end no resource open. Who died owes nothing here:
     what it left behind is its supervisor's to remove.
     """
@@ -146,20 +153,7 @@ class GivenBack(Rule):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._slots: dict[tuple[str, int], tuple[int, str]] = {}
         self._open: dict[str, tuple[str, str]] = {}  # resource -> actor, event
-
-    @on(BucketPacked)
-    def packed(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, BucketPacked)
-        self._slots[record.actor, event.slot] = (event.bucket, record.id)
-
-    @on(SlotReleased)
-    def released(self, record: Record) -> None:
-        event = record.event
-        assert isinstance(event, SlotReleased)
-        self._slots.pop((record.actor, event.slot), None)
 
     @on(SyncEnded)
     def sync_ended(self, record: Record) -> None:
