@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.errors import GrpoLabError
-from grpo_lab.events import CheckpointSaved, GroupConsumed, MicroBatchBegan, OptimizerStepApplied
+from grpo_lab.events import CheckpointSaved, MicroBatchBegan, OptimizerStepApplied
 from grpo_lab.ports import Engine
 from grpo_lab.protocol.admission import StalenessBound
 from grpo_lab.protocol.canary import Canary
@@ -30,6 +30,7 @@ from grpo_lab.sim.loop import VirtualLoop
 from grpo_lab.sim.scenario import Scenario
 from grpo_lab.trainer.protocols import NamedTensors, SyncOutcome, WorkerFactory
 from grpo_lab.trainer.ranks import SingleRank
+from grpo_lab.trainer.step import group_consumed
 from grpo_lab.trainer.term import Lineage, TrainingTerm
 from grpo_lab.trainer.weight_source import PackedSource
 from grpo_lab.transport.sender import RingTransport
@@ -245,14 +246,9 @@ class LightTrainer:
         term = self.term
         for group in groups:
             self._life.emit(
-                GroupConsumed(
+                group_consumed(
+                    group,
                     term=term.term,
-                    group=group.group_id,
-                    number=group.number,
-                    prompt_index=group.prompt_index,
-                    samples=tuple(sample.sample_id for sample in group.samples),
-                    versions_first=tuple(sample.version_first for sample in group.samples),
-                    versions_last=tuple(sample.version_last for sample in group.samples),
                     version=term.version,
                     optimizer_step=term.optimizer_step,
                     optimizer_step_first=term.step_of_version(group.version_first),

@@ -13,10 +13,9 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-class _InitialWeightSyncCallback(TrainerCallback):
-    """Connects to the engines and gives them the current weights, before any rollout is asked for.
-
-    ``function`` must be idempotent per training run: transformers may begin one run more than once.
+class _AtTrainBegin(TrainerCallback):
+    """Calls ``function`` when training begins; it must be idempotent per training run, since transformers
+    may begin one run more than once.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -28,16 +27,12 @@ class _InitialWeightSyncCallback(TrainerCallback):
         self._function()
 
 
-class _StartRolloutWorkerCallback(TrainerCallback):
-    """Starts the rollout worker. ``function`` must be idempotent per training run."""
+class _InitialWeightSyncCallback(_AtTrainBegin):
+    """Connects to the engines and gives them the current weights, before any rollout is asked for."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._function()
+class _StartRolloutWorkerCallback(_AtTrainBegin):
+    """Starts the rollout worker."""
 
 
 class StepIntervalCallback(TrainerCallback):

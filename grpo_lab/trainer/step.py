@@ -18,6 +18,33 @@ from grpo_lab.trainer.logging import correction_metrics, plan_metrics
 from grpo_lab.types import RolloutGroup
 
 
+def group_consumed(
+    group: RolloutGroup,
+    *,
+    term: int,
+    version: int,
+    optimizer_step: int,
+    optimizer_step_first: int,
+    correction: str = "none",
+    correction_versions: tuple[int, ...] = (),
+) -> GroupConsumed:
+    """The event that the gradient of ``optimizer_step`` begins to use ``group``."""
+    return GroupConsumed(
+        term=term,
+        group=group.group_id,
+        number=group.number,
+        prompt_index=group.prompt_index,
+        samples=tuple(sample.sample_id for sample in group.samples),
+        versions_first=tuple(sample.version_first for sample in group.samples),
+        versions_last=tuple(sample.version_last for sample in group.samples),
+        version=version,
+        optimizer_step=optimizer_step,
+        optimizer_step_first=optimizer_step_first,
+        correction=correction,
+        correction_versions=correction_versions,
+    )
+
+
 @dataclass(slots=True)
 class StepInProgress:
     """A planned step: its sums are known after the backward passes."""
@@ -54,14 +81,9 @@ class StepEvents:
         """The gradient of the step begins to use the plan's groups. Rank 0 tells it for all."""
         for group in plan.groups:
             self._recorder.emit(
-                GroupConsumed(
+                group_consumed(
+                    group,
                     term=plan.term,
-                    group=group.group_id,
-                    number=group.number,
-                    prompt_index=group.prompt_index,
-                    samples=tuple(sample.sample_id for sample in group.samples),
-                    versions_first=tuple(sample.version_first for sample in group.samples),
-                    versions_last=tuple(sample.version_last for sample in group.samples),
                     version=plan.version,
                     optimizer_step=plan.optimizer_step,
                     optimizer_step_first=step_of_version(group.version_first),
