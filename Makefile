@@ -28,8 +28,8 @@ lint: venv  ## ruff, formatting, types
 test: lint  ## lint and all tests that need no extra service
 	$(BIN)/python -m pytest -m "not nightly"
 
-nightly: venv  ## the long searches too
-	$(BIN)/python -m pytest
+nightly: venv  ## the long searches too, and new cases for every property
+	$(BIN)/python -m pytest --hypothesis-profile=nightly
 
 include make/*.mk
 

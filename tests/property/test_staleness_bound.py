@@ -5,6 +5,7 @@ Each property is also run over a planted bug, which it must find.
 
 import dataclasses
 import random
+import re
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -308,12 +309,13 @@ HOLD_BACK = ("admission", "window")
         ),
         (order_is_kept, {"buffer_class": AnyOrder, "policies": HOLD_BACK}, "overtaken"),
         (order_is_kept, {"buffer_class": NeverCounts, "policies": ("window",)}, "overtaken"),
-        (run_to_the_end, {"buffer_class": KeepsTheStale, "policies": ("drop", "freshest")}, "versions old"),
-        (run_to_the_end, {"buffer_class": ConsumesTwice, "policies": ("drop", "freshest")}, "0: 2"),
+        (run_to_the_end, {"buffer_class": KeepsTheStale, "policies": ("drop", "freshest")}, "(versions|steps) old"),
+        (run_to_the_end, {"buffer_class": ConsumesTwice, "policies": ("drop", "freshest")}, r"\d+: 2"),
         (run_to_the_end, {"buffer_class": LosesTheRest}, "not one each"),
         (run_to_the_end, {"buffer_class": ForgetsLostGroups, "policies": ("admission",)}, "deadlock"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_planted_bugs_are_found(check, planted, words):
-    assert words in found_by(check, **planted)
+    found = found_by(check, **planted)
+    assert re.search(words, found), found

@@ -1,0 +1,13 @@
+"""Settings of all tests.
+
+Property tests draw the same cases in every ``make test``, so that a change is judged by what it changed; ``make
+nightly`` (profile ``nightly``) draws new ones each time, which is where new bugs are looked for.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("nightly", derandomize=False, print_blob=True)
+settings.load_profile("repeatable")
