@@ -309,7 +309,11 @@ HOLD_BACK = ("admission", "window")
         ),
         (order_is_kept, {"buffer_class": AnyOrder, "policies": HOLD_BACK}, "overtaken"),
         (order_is_kept, {"buffer_class": NeverCounts, "policies": ("window",)}, "overtaken"),
-        (run_to_the_end, {"buffer_class": KeepsTheStale, "policies": ("drop", "freshest")}, "(versions|steps) old"),
+        (
+            run_to_the_end,
+            {"buffer_class": KeepsTheStale, "policies": ("drop", "freshest")},
+            "(versions|steps) old",
+        ),
         (run_to_the_end, {"buffer_class": ConsumesTwice, "policies": ("drop", "freshest")}, r"\d+: 2"),
         (run_to_the_end, {"buffer_class": LosesTheRest}, "not one each"),
         (run_to_the_end, {"buffer_class": ForgetsLostGroups, "policies": ("admission",)}, "deadlock"),
