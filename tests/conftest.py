@@ -1,7 +1,7 @@
 """Settings of all tests.
 
 Property tests draw the same cases in every ``make test``, so that a change is judged by what it
-changed; ``make nightly`` (profile ``nightly``) draws new ones each time, which is where new bugs are looked for.
+changed. ``make nightly`` (profile ``nightly``) draws new ones each time: new bugs are looked for there.
 """
 
 from __future__ import annotations
