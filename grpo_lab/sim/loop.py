@@ -12,7 +12,6 @@ they are registered"). So a schedule that no event loop may produce is never bla
 from __future__ import annotations
 
 import asyncio
-import functools
 import heapq
 import itertools
 import math
@@ -24,14 +23,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
 
-from grpo_lab.errors import Deadlock, SimulationBoundExceeded, SimulationError
-from grpo_lab.sim.escapes import NoIoLoop, refuse_the_rest
+from grpo_lab.errors import Deadlock, SimulationBoundExceeded
+from grpo_lab.sim.escapes import refuse_the_rest
 from grpo_lab.sim.tape import Tape, fifo
-from grpo_lab.sim.task_registry import StackSource, TaskRegistry
+from grpo_lab.sim.task_keeping import TaskKeepingLoop, all_ended
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 MAX_VIRTUAL_S = 7 * 86_400.0
 MAX_CALLBACKS = 50_000_000
@@ -40,7 +38,7 @@ _SHUTDOWN_VIRTUAL_S = 3_600.0
 _MIN_CANCELLED_TIMERS = 100
 
 
-class VirtualLoop(NoIoLoop):
+class VirtualLoop(TaskKeepingLoop):
     """Runs coroutines in virtual time, one callback after the other, in the order of ``tape``.
 
     Args:
@@ -67,6 +65,7 @@ class VirtualLoop(NoIoLoop):
         max_virtual_s: float = MAX_VIRTUAL_S,
         max_callbacks: int = MAX_CALLBACKS,
     ) -> None:
+        super().__init__()
         self.tape = fifo() if tape is None else tape
         self.max_virtual_s = max_virtual_s
         self.max_callbacks = max_callbacks
@@ -82,11 +81,8 @@ class VirtualLoop(NoIoLoop):
         self._closed = False
         self._debug = False
         self._thread_id = threading.get_ident()
-        self._tasks = TaskRegistry()
         self._task_count = 0
         self._task_factory: Any = None
-        self._exception_handler: ExceptionHandler | None = None
-        self._lost: list[BaseException] = []
         self._asyncgens: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     # Time and callbacks
@@ -173,18 +169,6 @@ class VirtualLoop(NoIoLoop):
 
     def get_task_factory(self) -> Any:
         return self._task_factory
-
-    def pending_tasks(self) -> list[asyncio.Task[Any]]:
-        """Tasks that have not ended, in order of creation."""
-        return self._tasks.pending()
-
-    def describe_tasks(self) -> str:
-        """What every pending task waits for."""
-        return self._tasks.describe()
-
-    def set_stack_source(self, task: asyncio.Task[Any], source: StackSource) -> None:
-        """``source()`` gives the stack of the blocking code that ``task`` drives, innermost first."""
-        self._tasks.stack_sources[task] = source
 
     # Running
 
@@ -335,36 +319,6 @@ class VirtualLoop(NoIoLoop):
             + self.describe_tasks()
         )
 
-    # Exceptions
-
-    def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
-        self._exception_handler = handler
-
-    def get_exception_handler(self) -> ExceptionHandler | None:
-        return self._exception_handler
-
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keeps the exception for ``lost_exceptions``: asyncio calls this where raising is impossible."""
-        error = context.get("exception") or SimulationError(context.get("message", "unknown failure"))
-        error.add_note(f"reported to the event loop: {context.get('message', '')}")
-        self._lost.append(error)
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if self._exception_handler is None:
-            self.default_exception_handler(context)
-        else:
-            self._exception_handler(self, context)
-
-    def lost_exceptions(self) -> list[BaseException]:
-        """Exceptions that nobody read, in order of their tasks' creation; each is given once."""
-        lost, self._lost = self._lost, []
-        return lost + self._tasks.take_lost()
-
-    def _note_lost(self, error: BaseException) -> None:
-        for other in self.lost_exceptions():
-            if other is not error:
-                error.add_note(f"also lost: {type(other).__name__}: {other} ({'; '.join(_notes(other))})")
-
     # The end
 
     def stop(self) -> None:
@@ -389,7 +343,7 @@ class VirtualLoop(NoIoLoop):
         while tasks := self.pending_tasks():
             for task in tasks:
                 task.cancel("shutdown")
-            self.run_until_complete(_all_ended(tasks))
+            self.run_until_complete(all_ended(tasks))
         self.run_until_complete(self.shutdown_asyncgens())
         return names
 
@@ -429,24 +383,6 @@ class VirtualLoop(NoIoLoop):
 
     def set_debug(self, enabled: bool) -> None:
         self._debug = enabled
-
-
-async def _all_ended(tasks: list[asyncio.Task[Any]]) -> None:
-    """Waits without reading the outcomes, so that failures stay visible as lost."""
-    for task in tasks:
-        if not task.done():
-            ended = asyncio.get_running_loop().create_future()
-            task.add_done_callback(functools.partial(_set, ended))
-            await ended
-
-
-def _set(ended: asyncio.Future[None], task: asyncio.Task[Any]) -> None:
-    if not ended.done():  # whoever waited may have been cancelled
-        ended.set_result(None)
-
-
-def _notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
 
 
 refuse_the_rest(VirtualLoop)

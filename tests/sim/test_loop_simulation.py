@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import datetime
 import os
+import pickle
 import random
+import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from datetime import datetime as CopiedDatetime
 
 import pytest
 
@@ -182,11 +186,37 @@ def test_clocks_are_virtual_inside_and_real_outside():
     assert (time.time, time.sleep, os.urandom, socket.socket.__init__, threading.Thread.start) == originals
 
 
+def test_every_way_to_ask_for_the_date_is_virtual():
+    """Also through a name that was copied before the run; nothing depends on the machine's time zone."""
+
+    async def main(context):
+        await asyncio.sleep(90)
+        stamp = CopiedDatetime.now()
+        assert pickle.loads(pickle.dumps(stamp)) == stamp
+        return (
+            stamp,
+            datetime.datetime.now(datetime.UTC).timestamp(),
+            datetime.datetime.utcnow(),
+            datetime.date.today().year,
+            time.gmtime().tm_min,
+            time.strftime("%H:%M:%S"),
+            time.ctime()[-4:],
+            time.process_time(),
+        )
+
+    at = datetime.datetime(2001, 9, 9, 1, 48, 10)
+    kept = (datetime.datetime.__dict__["now"], datetime.datetime.__dict__["utcnow"])
+    assert run_simulation(main).value == (at, EPOCH_S + 90, at, 2001, 48, "01:48:10", "2001", 90)
+    assert (datetime.datetime.__dict__["now"], datetime.datetime.__dict__["utcnow"]) == kept
+    assert CopiedDatetime.now().timestamp() > EPOCH_S + 1e8
+    assert time.gmtime().tm_year > 2020
+
+
 def test_other_threads_and_code_outside_the_loop_see_the_real_world():
     loop = VirtualLoop()
     with confined(loop):
         seen = []
-        thread = threading.Thread(target=lambda: seen.append(time.time()))
+        thread = threading.Thread(target=lambda: seen.append(CopiedDatetime.now().timestamp()))
         thread.start()
         thread.join()
         assert seen[0] > EPOCH_S + 1e8
@@ -197,7 +227,13 @@ def test_other_threads_and_code_outside_the_loop_see_the_real_world():
 
 def test_randomness_is_seeded_and_given_back():
     async def main(context):
-        return random.random(), uuid.uuid4().hex, os.urandom(4)
+        return (
+            random.random(),
+            uuid.uuid4().hex,
+            os.urandom(4),
+            secrets.token_hex(),
+            random.SystemRandom().random(),
+        )
 
     random.seed(5)
     expected_after = random.Random(5).random()
