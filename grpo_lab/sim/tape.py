@@ -49,6 +49,22 @@ class Tape:
         self.taken = array("L")
         self.exhausted = not self.choices
 
+    def hold(self) -> None:
+        """First in, first out, without reading or recording, until ``go_on``.
+
+        A search of all schedules to a depth is held until the part that it is about begins.
+        """
+        self.exhausted = True
+
+    def go_on(self) -> None:
+        """Ends ``hold``."""
+        self.exhausted = len(self.asked) >= self.length
+
+    @property
+    def length(self) -> int:
+        """Choices that the tape can make."""
+        return len(self.choices)
+
     def choose(self, lanes: Sequence[Hashable]) -> int:
         """Index into ``lanes`` (a task, or a callback's handle, each) of the one that runs next."""
         position = len(self.asked)
@@ -108,6 +124,10 @@ class PctTape(Tape):
         changes = min(self.depth - 1, self.steps)
         self._change_points = frozenset(self._random.sample(range(self.steps), changes))
         self._priorities: dict[Hashable, float] = {}
+
+    @property
+    def length(self) -> int:
+        return self.steps
 
     def choose(self, lanes: Sequence[Hashable]) -> int:
         position = len(self.asked)

@@ -92,3 +92,21 @@ def test_loop_records_only_real_choices():
     loop.close()
     assert tape.asked[0] == 2
     assert min(tape.asked) >= 2
+
+
+@pytest.mark.parametrize("make", [lambda: Tape([1, 1]), lambda: pct_tape(3, steps=2)], ids=["plain", "pct"])
+def test_a_held_tape_keeps_its_choices_for_later(make):
+    tape = make()
+    tape.hold()
+    assert tape.exhausted
+    tape.go_on()
+    assert not tape.exhausted
+    tape.choose("ab")
+    tape.hold()
+    tape.go_on()
+    tape.choose("ab")
+    tape.go_on()
+    assert tape.exhausted, "what was read is read"
+    assert len(tape.asked) == 2
+    tape.rewind()
+    assert not tape.exhausted
