@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from grpo_lab.errors import ConfigError
 
-LossType = Literal["grpo", "dapo", "dr_grpo"]
+LossType = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
 TokenWeights = Callable[[Sequence[int], int], list[float]]
 
 
@@ -38,7 +38,13 @@ def dr_grpo(lengths: Sequence[int], max_completion_length: int) -> list[float]:
     return [1.0 / (len(lengths) * max_completion_length) for _ in lengths]
 
 
-LOSSES: dict[str, TokenWeights] = {"grpo": grpo, "dapo": dapo, "dr_grpo": dr_grpo}
+LOSSES: dict[str, TokenWeights] = {
+    "grpo": grpo,
+    "dapo": dapo,
+    "dr_grpo": dr_grpo,
+    "gspo": grpo,  # a mean over sequences: arXiv 2507.18071, equation 5
+    "cispo": dapo,  # a mean over all tokens: arXiv 2506.13585, equation 4
+}
 
 
 def token_weights(

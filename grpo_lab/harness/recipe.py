@@ -48,9 +48,9 @@ class Recipe:
     """Constant after the ramp."""
     ramp_steps: int = 5
     """Steps of the linear ramp of the learning rate."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
-    """How tokens are averaged."""
-    correction: Literal["none", "tis", "clip"] = "tis"
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "dapo"
+    """How tokens are averaged; gspo and cispo take no correction."""
+    correction: Literal["none", "tis", "mis", "icepop", "decoupled", "clip"] = "tis"
     """Off-policy correction."""
     temperature: float = 1.0
     """Of the sampling."""

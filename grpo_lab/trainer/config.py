@@ -9,6 +9,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from grpo_lab.algorithms.corrections import CORRECTIONS
+from grpo_lab.algorithms.losses import LOSSES
+from grpo_lab.algorithms.objectives import OBJECTIVES, surrogate_name
 from grpo_lab.errors import ConfigError
 from grpo_lab.protocol.admission import StalenessBound
 from grpo_lab.protocol.timeouts import Timeouts
@@ -106,18 +109,31 @@ class AsyncGRPOConfig(TrainingArguments):
     queue_maxsize: int = setting(1024, Integer(1), "Groups that the queue to the trainer holds.")
 
     # loss
-    loss_type: str = setting("dapo", Choice("grpo", "dapo", "dr_grpo"), "How tokens are averaged.")
+    loss_type: str = setting(
+        "dapo",
+        Choice(*LOSSES),
+        "How tokens are averaged; gspo and cispo bring their own importance ratio, and take no correction.",
+    )
     correction: str = setting(
         "none",
-        Choice("none", "tis", "clip"),
-        "Off-policy correction: none holds the ratio at 1, tis weighs by truncated importance, clip is "
+        Choice(*CORRECTIONS),
+        "Off-policy correction: none holds the ratio at 1; tis truncates importance weights, mis masks large "
+        "ones of sequences, icepop masks tokens outside a band, decoupled leaves them as they are; clip is "
         "PPO's clipped ratio on the behaviour policy.",
     )
-    epsilon: float = setting(0.2, Number(0, 1, open_low=True), "Lower clip bound of correction=clip.")
+    epsilon: float = setting(0.2, Number(0, 1, open_low=True), "Lower clip bound of clip and gspo.")
     epsilon_high: float | None = setting(
-        None, Optional(Number(0, open_low=True)), "Upper clip bound of correction=clip; None: epsilon."
+        None, Optional(Number(0, open_low=True)), "Upper clip bound of clip, gspo and cispo; None: epsilon."
+    )
+    delta: float | None = setting(
+        None,
+        Optional(Number(0, open_low=True)),
+        "Largest ratio of correction=clip where the advantage is negative; None: no bound.",
     )
     tis_cap: float = setting(2.0, Number(0, open_low=True), "Largest importance weight of correction=tis.")
+    mis_cap: float = setting(2.0, Number(0, open_low=True), "Largest sequence weight of correction=mis.")
+    icepop_low: float = setting(0.5, Number(0), "Smallest ratio that correction=icepop keeps.")
+    icepop_high: float = setting(5.0, Number(0, open_low=True), "Largest ratio that correction=icepop keeps.")
     scale_rewards: str = setting(
         "group", Choice("group", "batch", "none"), "Whose standard deviation advantages are divided by."
     )
@@ -231,6 +247,11 @@ class AsyncGRPOConfig(TrainingArguments):
         )
 
     @property
+    def surrogate(self) -> str:
+        """The correction, or the loss if it has an importance ratio of its own."""
+        return surrogate_name(self.loss_type, self.correction)
+
+    @property
     def timeouts(self) -> Timeouts:
         return Timeouts(
             connect_s=self.vllm_server_timeout,
@@ -242,10 +263,19 @@ class AsyncGRPOConfig(TrainingArguments):
     def _check_combinations(self) -> None:
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
             raise ConfigError("epsilon_high", self.epsilon_high, f"at least epsilon = {self.epsilon}")
-        if self.correction != "none" and (self.top_p < 1.0 or self.top_k > 0):
+        if self.delta is not None and self.delta <= 1.0 + (self.epsilon_high or self.epsilon):
+            expected = f"above 1 + epsilon_high = {1.0 + (self.epsilon_high or self.epsilon):g}"
+            raise ConfigError("delta", self.delta, expected, "Below it the clip would never act")
+        if self.icepop_low >= self.icepop_high:
+            raise ConfigError("icepop_low", self.icepop_low, f"below icepop_high = {self.icepop_high}")
+        if self.loss_type in OBJECTIVES and self.correction != "none":
+            expected = f"none with loss_type={self.loss_type}"
+            fix = f"{self.loss_type} has an importance ratio of its own"
+            raise ConfigError("correction", self.correction, expected, fix)
+        if self.surrogate != "none" and (self.top_p < 1.0 or self.top_k > 0):
             raise ConfigError(
-                "correction",
-                self.correction,
+                "correction" if self.surrogate == self.correction else "loss_type",
+                self.surrogate,
                 "none while top_p < 1 or top_k > 0",
                 "Logprobs of a truncated distribution do not compare with the trainer's: "
                 "set top_p=1 and top_k=0",

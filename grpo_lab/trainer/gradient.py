@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from grpo_lab.algorithms.corrections import CORRECTIONS, CorrectionSettings
+from grpo_lab.algorithms import CorrectionSettings, ScoredTokens, surrogate
 from grpo_lab.trainer.batching import (
     StepPlan,
     TrainSample,
@@ -116,14 +116,26 @@ def _micro_batch_loss(
     lengths = torch.tensor([len(item.sample.completion_token_ids) for item in micro_batch], device=device)
     advantage = torch.tensor([item.advantage for item in micro_batch], device=device)
     weight = torch.tensor([item.token_weight for item in micro_batch], device=device)
-    settings = CorrectionSettings(args.epsilon, args.epsilon_high or args.epsilon, args.tis_cap)
-    surrogate = CORRECTIONS[args.correction](logp, behaviour, advantage.repeat_interleave(lengths), settings)
-    for name, value in surrogate.metrics.items():
+    scored = ScoredTokens(logp, behaviour, advantage.repeat_interleave(lengths), lengths)
+    objective = surrogate(args.loss_type, args.correction, scored, _settings(args))
+    for name, value in objective.metrics.items():
         totals.correction[name] += value
     totals.tokens += len(rows)
     if plan.weights_are_version and args.samples_untruncated:
         _measure_gap(logp.detach(), behaviour, plan, micro_batch, totals)
-    return -(surrogate.per_token * weight.repeat_interleave(lengths)).sum()
+    return -(objective.per_token * weight.repeat_interleave(lengths)).sum()
+
+
+def _settings(args: AsyncGRPOConfig) -> CorrectionSettings:
+    return CorrectionSettings(
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        delta=args.delta,
+        tis_cap=args.tis_cap,
+        mis_cap=args.mis_cap,
+        icepop_low=args.icepop_low,
+        icepop_high=args.icepop_high,
+    )
 
 
 def _measure_gap(

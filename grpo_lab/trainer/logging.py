@@ -98,11 +98,19 @@ def _share(flags: Iterable[bool]) -> float:
 
 
 def correction_metrics(totals: StepTotals) -> dict[str, float]:
-    """Means over tokens of what the correction counted, under TRL's names where it has them."""
+    """What the step's importance ratios were, and what was done about them; TRL's names where it has them.
+
+    The effective sample size is Kish's, ``(sum r)**2 / (n sum r**2)``, over the step's tokens: 1 where all
+    ratios are equal, near 0 where a few tokens decide.
+    """
     names = {
-        "ratio_sum": "sampling/importance_sampling_ratio/mean",
+        "importance_sum": "sampling/importance_sampling_ratio/mean",
         "truncated": "sampling/truncated_ratio",
+        "masked": "sampling/masked_ratio",
         "clipped": "clip_ratio/region_mean",
     }
-    tokens = max(totals.tokens, 1)
-    return {names[name]: value / tokens for name, value in totals.correction.items()}
+    tokens, sums = max(totals.tokens, 1), totals.correction
+    metrics = {name: sums[key] / tokens for key, name in names.items() if key in sums}
+    if squares := sums.get("importance_squares", 0.0):
+        metrics["sampling/effective_sample_size"] = sums["importance_sum"] ** 2 / (tokens * squares)
+    return metrics

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from grpo_lab.algorithms.corrections import USES_BEHAVIOUR_LOGPROBS
 from grpo_lab.events import GroupConsumed, LogprobGapMeasured, MicroBatchBegan, OptimizerStepApplied
 from grpo_lab.ports import Recorder
 from grpo_lab.trainer.batching import StepPlan, TrainSample
@@ -139,7 +138,7 @@ class StepEvents:
 
     def _correction_versions(self, group: RolloutGroup) -> tuple[int, ...]:
         """Every version whose logprobs the correction divides by."""
-        if self._correction not in USES_BEHAVIOUR_LOGPROBS:
+        if self._correction == "none":
             return ()
         ends = {
             version for sample in group.samples for version in (sample.version_first, sample.version_last)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from grpo_lab.algorithms.objectives import CORRECTION_METRICS
 from grpo_lab.errors import ConfigError, GrpoLabError, UserError
 from grpo_lab.ports import Recorder
 from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
@@ -51,8 +52,6 @@ from grpo_lab.trainer.protocols import (
 from grpo_lab.trainer.step import StepEvents, StepInProgress, StepPlans, parameter_norms
 from grpo_lab.trainer.term import Lineage, TrainingTerm, announcing
 from grpo_lab.trainer.weight_transfer import CountingSync, FiveMethodSync
-
-_CORRECTION_METRICS = ("ratio_sum", "truncated", "clipped")
 
 
 class AsyncGRPOTrainer(Trainer):
@@ -141,7 +140,7 @@ class AsyncGRPOTrainer(Trainer):
             optimizers=optimizers,
         )
         self.recorder = _default_recorder(args) if recorder is None else recorder
-        self._events = StepEvents(self.recorder, args.process_index, args.correction)
+        self._events = StepEvents(self.recorder, args.process_index, args.surrogate)
 
     @property
     def term(self) -> TrainingTerm:
@@ -330,7 +329,7 @@ class AsyncGRPOTrainer(Trainer):
             self._events.consumed(plan, self.term.step_of_version)
         began = functools.partial(self._events.micro_batch_began, plan)
         totals = accumulate_gradient(model, self.accelerator, self.args, plan, samples, began)
-        step.totals = totals.reduced(self.accelerator, _CORRECTION_METRICS)
+        step.totals = totals.reduced(self.accelerator, CORRECTION_METRICS)
         if not math.isfinite(step.totals.loss):
             raise GrpoLabError(
                 f"the loss of optimizer step {plan.optimizer_step} is {step.totals.loss}; the parameters "

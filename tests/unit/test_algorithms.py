@@ -1,11 +1,20 @@
 """Advantages, losses and corrections against a small reference written another way."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from grpo_lab.algorithms import CORRECTIONS, CorrectionSettings, group_advantages, token_weights
+from grpo_lab.algorithms import (
+    CORRECTIONS,
+    OBJECTIVES,
+    CorrectionSettings,
+    ScoredTokens,
+    group_advantages,
+    surrogate,
+    token_weights,
+)
 from grpo_lab.errors import ConfigError
 
 SETTINGS = CorrectionSettings(epsilon=0.2, epsilon_high=0.3, tis_cap=2.0)
@@ -68,11 +77,27 @@ def test_an_unknown_loss_is_refused():
         token_weights("ppo", [1], 1)
 
 
+def scored(rows, advantages):
+    """Tokens of sequences given as rows of (logp, behaviour) pairs, an advantage a row."""
+    flat = [pair for row in rows for pair in row]
+    logp = torch.tensor([pair[0] for pair in flat], dtype=torch.float64, requires_grad=True)
+    behaviour = torch.tensor([pair[1] for pair in flat], dtype=torch.float64)
+    lengths = torch.tensor([len(row) for row in rows])
+    advantage = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths)
+    return ScoredTokens(logp, behaviour, advantage, lengths)
+
+
+def run(name, tokens, settings=SETTINGS):
+    """Value and gradient of every token, and the metrics."""
+    loss, correction = (name, "none") if name in OBJECTIVES else ("dapo", name)
+    result = surrogate(loss, correction, tokens, settings)
+    result.per_token.sum().backward()
+    return result.per_token.tolist(), tokens.logp.grad.tolist(), result.metrics
+
+
 def gradient(name, logp, behaviour, advantage):
-    logp = torch.tensor([logp], requires_grad=True)
-    surrogate = CORRECTIONS[name](logp, torch.tensor([behaviour]), torch.tensor([advantage]), SETTINGS)
-    surrogate.per_token.sum().backward()
-    return surrogate.per_token.item(), logp.grad.item()
+    values, slopes, _ = run(name, scored([[(logp, behaviour)]], [advantage]))
+    return values[0], slopes[0]
 
 
 @pytest.mark.parametrize("behaviour", [-5.0, -1.0, -0.1])
@@ -105,7 +130,90 @@ def test_clip_is_ppos_pessimistic_bound(ratio, advantage, value, slope):
     assert got == pytest.approx((value, slope), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "slope"),
+    [
+        (1.5, -1.0, -1.5, -1.5),  # below delta: as before
+        (9.0, -1.0, -3.0, 0.0),  # above, bad: held at delta
+        (9.0, 1.0, 1.3, 0.0),  # above, good: held by the clip long before
+    ],
+)
+def test_delta_bounds_the_other_side_too(ratio, advantage, value, slope):
+    settings = dataclasses.replace(SETTINGS, delta=3.0)
+    values, slopes, metrics = run("clip", scored([[(-1.0, -1.0 - math.log(ratio))]], [advantage]), settings)
+    assert (values[0], slopes[0]) == pytest.approx((value, slope), rel=1e-5, abs=1e-6)
+    assert metrics["clipped"] == (slope == 0.0)
+
+
+ROWS = [
+    [(-1.0, -1.2), (-0.5, -0.6), (-2.0, -2.1)],  # ratios a little above 1, their product 1.49
+    [(-1.0, -1.6), (-1.0, -1.5)],  # the product is above 2
+    [(-2.5, -0.5)],  # a ratio of 0.14
+    [(-0.1, -2.5), (-1.0, -1.0)],  # one ratio of 11
+]
+ADVANTAGES = [1.0, -0.5, 0.8, -1.2]
+
+
+def sequence_ratio(row):
+    return math.prod(math.exp(logp - behaviour) for logp, behaviour in row)
+
+
+def weights_of(name):
+    """Importance weights in the words of the papers, token by token."""
+    weights = []
+    for row in ROWS:
+        for logp, behaviour in row:
+            ratio, whole = math.exp(logp - behaviour), sequence_ratio(row)
+            weights.append(
+                {
+                    "mis": whole if whole <= 2.0 else 0.0,
+                    "icepop": ratio if 0.5 <= ratio <= 5.0 else 0.0,
+                    "decoupled": ratio,
+                    "cispo": min(ratio, 1.3),
+                }[name]
+            )
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("name", "counted", "tokens"),
+    [("mis", "masked", 4), ("icepop", "masked", 2), ("decoupled", None, 0), ("cispo", "clipped", 3)],
+)
+def test_weights_are_the_papers(name, counted, tokens):
+    """The gradient of a surrogate that weighs is ``weight * A`` for every token."""
+    _, slopes, metrics = run(name, scored(ROWS, ADVANTAGES))
+    advantage = [value for row, value in zip(ROWS, ADVANTAGES, strict=True) for _ in row]
+    expected = [weight * value for weight, value in zip(weights_of(name), advantage, strict=True)]
+    assert slopes == pytest.approx(expected, rel=1e-9)
+    assert counted is None or metrics[counted] == tokens
+
+
+def test_gspo_clips_the_geometric_mean_of_a_sequence():
+    values, slopes, metrics = run("gspo", scored(ROWS, ADVANTAGES))
+    expected_values, expected_slopes, clipped = [], [], 0
+    for row, advantage in zip(ROWS, ADVANTAGES, strict=True):
+        mean = sequence_ratio(row) ** (1 / len(row))
+        bounded = min(mean * advantage, min(max(mean, 0.8), 1.3) * advantage)
+        free = bounded == mean * advantage
+        clipped += 0 if free else len(row)
+        expected_values += [bounded] * len(row)
+        # d/dlogp_t of |y| equal values, each of them mean * A: (mean * A / |y|) * |y|
+        expected_slopes += [mean * advantage if free else 0.0] * len(row)
+    assert values == pytest.approx(expected_values, rel=1e-9)
+    assert slopes == pytest.approx(expected_slopes, rel=1e-9)
+    assert metrics["clipped"] == clipped
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS | OBJECTIVES))
 def test_no_advantage_no_gradient(name):
     """What lets the trainer leave such samples out of the forward pass."""
-    assert gradient(name, -1.0, -2.0, 0.0) == (0.0, 0.0)
+    value, slope = gradient(name, -1.0, -2.0, 0.0)
+    assert (abs(value), abs(slope)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS | OBJECTIVES))
+def test_on_policy_every_surrogate_has_the_policy_gradient(name):
+    rows = [[(logp, logp) for logp, _ in row] for row in ROWS]
+    _, slopes, metrics = run(name, scored(rows, ADVANTAGES))
+    assert slopes == pytest.approx([a for row, a in zip(rows, ADVANTAGES, strict=True) for _ in row])
+    assert metrics["importance_sum"] == metrics["importance_squares"] == pytest.approx(8.0)

@@ -10,6 +10,7 @@ from rich.console import Console
 from test_trainer_contract import StubSync
 from trainer_stub import StubWorker, events, make_trainer, sample, tiny_model
 
+from grpo_lab.algorithms import CORRECTIONS, OBJECTIVES
 from grpo_lab.errors import ConfigError, GrpoLabError
 from grpo_lab.trainer.batching import StepPlan, score_sequences
 from grpo_lab.trainer.logging import MetricMeans, print_completions
@@ -255,13 +256,16 @@ def test_staleness_is_bounded_and_reported(tmp_path):
 
 
 def test_corrections_report_which_versions_they_used(tmp_path):
-    for correction, versions in (("none", ()), ("tis", (1,)), ("clip", (1,))):
-        trainer = make_trainer(tmp_path / correction, StubWorker(), max_steps=1, correction=correction)
+    settings = [{"correction": name} for name in CORRECTIONS] + [{"loss_type": name} for name in OBJECTIVES]
+    for setting in settings:
+        (name,) = setting.values()
+        trainer = make_trainer(tmp_path / name, StubWorker(), max_steps=1, **setting)
         trainer.train()
         group = events(trainer, "group_consumed")[0]
-        assert (group.correction, group.correction_versions) == (correction, versions)
+        assert (group.correction, group.correction_versions) == (name, () if name == "none" else (1,))
         log = trainer.state.log_history[0]
-        assert ("sampling/importance_sampling_ratio/mean" in log) == (correction != "none")
+        assert log["sampling/importance_sampling_ratio/mean"] > 0
+        assert 0 < log["sampling/effective_sample_size"] <= 1
 
 
 def test_logs_have_trls_names(tmp_path):
