@@ -6,21 +6,10 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 BLOCK_TOKENS = 16
 PrefixPolicy = Literal["versioned", "flush", "shared"]
-
-
-@dataclass(slots=True)
-class Block:
-    """``hash`` is set once the block is full and may be reused; ``version`` computed its content."""
-
-    index: int
-    references: int = 0
-    hash: bytes | None = None
-    version: tuple[int, int] = (0, 0)
 
 
 class BlockPool:
@@ -47,20 +36,23 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks}: a pool needs at least 1 block")
         self.policy = policy
         self.caching = caching
-        self._blocks = [Block(index) for index in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict((index, None) for index in range(num_blocks))
+        self._references = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))  # free, nothing to reuse; the last goes first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # free, content to reuse; the first goes first
+        self._content: dict[int, tuple[bytes, tuple[int, int]]] = {}  # hash, and the weights that computed it
         self._by_hash: dict[bytes, int] = {}
+        self._reserved = 0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._references)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._blank) + len(self._idle) - self._reserved
 
     @property
     def num_used(self) -> int:
-        return len(self._blocks) - len(self._free)
+        return len(self) - self.num_free
 
     @property
     def num_cached(self) -> int:
@@ -68,30 +60,47 @@ class BlockPool:
         return len(self._by_hash)
 
     def version_of(self, index: int) -> tuple[int, int]:
-        return self._blocks[index].version
+        """Weights that computed a cached block."""
+        return self._content[index][1]
 
-    def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` free blocks; the caller has checked ``num_free``."""
-        assert count <= len(self._free), f"{count} blocks asked for, {len(self._free)} are free"
-        taken = []
-        for _ in range(count):
-            index, _ = self._free.popitem(last=False)
-            block = self._blocks[index]
-            self._forget(block)
-            block.references = 1
-            taken.append(index)
+    def reserve(self, count: int) -> None:
+        """Blocks that sequences use from now on without asking which: counted, and taken by name later."""
+        assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} are free"
+        self._reserved += count
+        self._make_blank(self._reserved)
+
+    def allocate(self, count: int, *, reserved: bool = False) -> list[int]:
+        """Takes ``count`` free blocks, or reserved ones; the caller has checked ``num_free``."""
+        if reserved:
+            assert count <= self._reserved, f"{count} blocks claimed, {self._reserved} are reserved"
+            self._reserved -= count
+        else:
+            assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} are free"
+            self._make_blank(self._reserved + count)
+        taken = self._blank[len(self._blank) - count :]
+        del self._blank[len(self._blank) - count :]
+        for index in taken:
+            self._references[index] = 1
         return taken
+
+    def _make_blank(self, count: int) -> None:
+        """Forgets the least recently freed content until ``count`` blocks hold none."""
+        for _ in range(count - len(self._blank)):
+            index, _ = self._idle.popitem(last=False)
+            del self._by_hash[self._content.pop(index)[0]]
+            self._blank.append(index)
 
     def free(self, table: Sequence[int]) -> None:
         """Gives up one reference to each block; the last blocks of a sequence are reused first."""
+        references = self._references
         for index in reversed(table):
-            block = self._blocks[index]
-            assert block.references > 0, f"block {index} is freed twice"
-            block.references -= 1
-            if block.references == 0:
-                self._free[index] = None
-                if block.hash is None:  # nothing to reuse: hand it out before cached ones
-                    self._free.move_to_end(index, last=False)
+            left = references[index] = references[index] - 1
+            assert left >= 0, f"block {index} is freed twice"
+            if left == 0:
+                if index in self._content:
+                    self._idle[index] = None
+                else:
+                    self._blank.append(index)
 
     def key(self, parent: bytes, tokens: Sequence[int], version: tuple[int, int]) -> bytes:
         """Chained hash of one full block: of its parent's hash, its tokens, and (policy) the weights."""
@@ -101,13 +110,16 @@ class BlockPool:
             state.update(array("q", version).tobytes())
         return state.digest()
 
-    def match(self, token_ids: Sequence[int], version: tuple[int, int]) -> tuple[list[int], bytes]:
+    def match(
+        self, token_ids: Sequence[int], version: tuple[int, int], salt: bytes = b""
+    ) -> tuple[list[int], bytes]:
         """Cached blocks of the longest known prefix, and the hash of the last of them.
 
-        At least one token stays to be computed, as its logits are needed. References are not taken.
+        ``salt`` takes the place of the first block's parent. At least one token stays to be computed, as its
+        logits are needed. References are not taken.
         """
         found: list[int] = []
-        parent = b""
+        parent = salt
         if not self.caching:
             return found, parent
         for start in range(0, (len(token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
@@ -121,32 +133,26 @@ class BlockPool:
 
     def num_free_without(self, table: Sequence[int]) -> int:
         """Free blocks that would be left after ``reference(table)``."""
-        return len(self._free) - sum(index in self._free for index in table)
+        return self.num_free - sum(index in self._idle for index in table)
 
     def reference(self, table: Sequence[int]) -> None:
+        """A sequence shares these cached blocks."""
         for index in table:
-            block = self._blocks[index]
-            if block.references == 0:
-                del self._free[index]
-            block.references += 1
+            self._idle.pop(index, None)
+            self._references[index] += 1
 
     def remember(self, index: int, key: bytes, version: tuple[int, int]) -> None:
         """Block ``index`` is full and computed: later requests may reuse it."""
-        block = self._blocks[index]
-        if not self.caching or block.hash is not None or key in self._by_hash:
+        if not self.caching or index in self._content or key in self._by_hash:
             return
-        block.hash, block.version = key, version
+        self._content[index] = (key, version)
         self._by_hash[key] = index
 
     def flush(self) -> int:
         """Empties the prefix cache and returns how many blocks it held; sequences keep their blocks."""
         cleared = len(self._by_hash)
-        for index in self._by_hash.values():
-            self._blocks[index].hash = None
         self._by_hash.clear()
+        self._content.clear()
+        self._blank += self._idle
+        self._idle.clear()
         return cleared
-
-    def _forget(self, block: Block) -> None:
-        if block.hash is not None:
-            self._by_hash.pop(block.hash, None)
-            block.hash = None

@@ -12,11 +12,17 @@ from grpo_lab.engine.request import Request, Scheduled
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The batch of one step. ``hits`` are (request, cached tokens, oldest content version) rows."""
+    """The batch of one step. ``hits`` are (request, cached tokens, oldest content version) rows.
+
+    ``sequences``, ``prefill_tokens``, ``decode_tokens`` and ``context_tokens`` (with a KV entry before the
+    step) count the whole batch, also those sequences that ``schedule`` was told to leave alone.
+    """
 
     scheduled: list[Scheduled]
     prefill_tokens: int
     decode_tokens: int
+    sequences: int
+    context_tokens: int
     hits: list[tuple[Request, int, tuple[int, int]]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
@@ -29,9 +35,13 @@ class Scheduler:
     order of arrival; waiting ones are admitted while a place, the budget and blocks are left. When
     blocks run out, the youngest running request is preempted: its blocks are freed and its tokens,
     prompt and output, are computed again later. No decoded token is ever lost.
+
+    ``cache_outputs=False`` keeps completions out of the prefix cache: prompts alone are found again.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, max_num_seqs: int, max_batched_tokens: int, *, cache_outputs: bool = True
+    ) -> None:
         if max_num_seqs < 1 or max_batched_tokens < 1:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}, max_batched_tokens={max_batched_tokens}: need at least 1"
@@ -39,6 +49,7 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
+        self.cache_outputs = cache_outputs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -53,12 +64,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self, version: tuple[int, int]) -> StepPlan:
-        """The next step's batch under weights ``version``; empty when nothing can run."""
-        budget = self.max_batched_tokens
+    def schedule(self, version: tuple[int, int], steady: int = 0, steady_context_tokens: int = 0) -> StepPlan:
+        """The next step's batch under weights ``version``; empty when nothing can run.
+
+        The first ``steady`` running requests decode one token each and have their blocks: they take their
+        part of the budget and are not in ``scheduled``.
+        """
+        budget = self.max_batched_tokens - steady
         scheduled: list[Scheduled] = []
         preempted: list[Request] = []
-        index = 0
+        index = steady
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             count = min(len(request.token_ids) - request.num_computed_tokens, budget)
@@ -71,8 +86,9 @@ class Scheduler:
         if not preempted:
             self._admit(scheduled, hits, budget, version)
         prefill = sum(item.count for item in scheduled if not _is_decode(item))
-        total = sum(item.count for item in scheduled)
-        return StepPlan(scheduled, prefill, total - prefill, hits, preempted)
+        decode = sum(item.count for item in scheduled) - prefill + steady
+        context = sum(item.start for item in scheduled) + steady_context_tokens
+        return StepPlan(scheduled, prefill, decode, len(scheduled) + steady, context, hits, preempted)
 
     def _make_room(self, request: Request, count: int, preempted: list[Request]) -> bool:
         needed = _blocks_for(request.num_computed_tokens + count) - len(request.block_table)
@@ -95,7 +111,7 @@ class Scheduler:
     ) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            cached, parent = self.pool.match(request.token_ids, version)
+            cached, parent = self.pool.match(request.token_ids, version, request.extras.cache_salt)
             start = len(cached) * BLOCK_TOKENS
             count = min(len(request.token_ids) - start, budget)
             needed = _blocks_for(start + count) - len(cached)
@@ -106,6 +122,7 @@ class Scheduler:
             request.block_table = cached + self.pool.allocate(needed)
             request.num_computed_tokens = start
             request.num_cached_blocks, request.parent_hash = len(cached), parent
+            request.num_cached_tokens = start
             if cached:
                 request.kv_weights = min(self.pool.version_of(index) for index in cached)
                 hits.append((request, start, request.kv_weights))
@@ -119,14 +136,19 @@ class Scheduler:
         ``reusable`` is False for a sequence whose KV mixes weight versions: its blocks are nobody else's.
         """
         request.num_computed_tokens += count
-        if not reusable:
+        if not reusable or not self.pool.caching:
             return
-        full = request.num_computed_tokens // BLOCK_TOKENS
+        full = self.num_cacheable_blocks(request)
         for index in range(request.num_cached_blocks, full):
             tokens = request.token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
             request.parent_hash = self.pool.key(request.parent_hash, tokens, version)
             self.pool.remember(request.block_table[index], request.parent_hash, version)
         request.num_cached_blocks = max(full, request.num_cached_blocks)
+
+    def num_cacheable_blocks(self, request: Request) -> int:
+        """Full blocks of ``request`` that belong into the prefix cache by now."""
+        tokens = request.num_computed_tokens
+        return (tokens if self.cache_outputs else min(tokens, request.num_prompt_tokens)) // BLOCK_TOKENS
 
     def preempt(self, request: Request) -> None:
         """Frees a running request's blocks and puts it back at the head of the waiting queue."""

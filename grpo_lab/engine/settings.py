@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, get_args
 
 from grpo_lab.engine.block_pool import PrefixPolicy
+from grpo_lab.errors import ConfigError
 
 
 class RunState(Enum):
@@ -18,7 +20,9 @@ class RunState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """``name`` is the member's name in the trace. ``seed`` is part of every sample's key."""
+    """``name`` is the member's name in the trace. ``seed`` is part of every sample's key. ``start_id`` names this
+    run of the process: it must differ after every start ("": unknown).
+    """
 
     name: str = "engine-0"
     max_num_seqs: int = 128
@@ -26,6 +30,7 @@ class EngineConfig:
     seed: int = 0
     prefix_policy: PrefixPolicy = "versioned"
     prefix_caching: bool = True
+    start_id: str = ""
 
 
 @dataclass(slots=True)

@@ -40,19 +40,30 @@ def hit_event(
 
 
 def step_event(
-    engine: str, plan: StepPlan, identity: WeightIdentity, step: int, began_seq: int, duration_s: float
+    engine: str,
+    plan: StepPlan,
+    identity: WeightIdentity,
+    first_step: int,
+    began_seq: int,
+    duration_s: float,
+    *,
+    steps: int = 1,
+    shard: int = 0,
 ) -> ModelStep:
-    """Model step number ``step`` ran ``plan`` under ``identity``; see ``ModelStep`` for ``began_seq``."""
+    """``steps`` model steps from number ``first_step`` on ran ``plan`` under ``identity``, each with as many
+    sequences and tokens; see ``ModelStep`` for ``began_seq``.
+    """
     return ModelStep(
         engine=engine,
-        first_step=step,
-        last_step=step,
+        first_step=first_step,
+        last_step=first_step + steps - 1,
         version=identity.version,
         term=identity.term,
-        sequences=len(plan.scheduled),
-        prefill_tokens=plan.prefill_tokens,
-        decode_tokens=plan.decode_tokens,
+        sequences=plan.sequences,
+        prefill_tokens=plan.prefill_tokens * steps,
+        decode_tokens=plan.decode_tokens * steps,
         began_seq=began_seq,
+        shard=shard,
         duration_s=round(duration_s, 6),
     )
 
