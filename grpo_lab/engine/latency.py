@@ -68,7 +68,7 @@ class LatencyModel:
         return float(self.durations_s(plan, step, 1)[0])
 
     def _factors(self, first_step: int, count: int) -> np.ndarray:
-        """Of steps from ``first_step`` on. Drawn by the table, as a draw costs as much for one as for many."""
+        """Of steps from ``first_step`` on, out of a table: one draw costs as much as thousands."""
         if self.jitter == 0:
             return np.ones(count)
         table, start = divmod(first_step, _TABLE_STEPS)

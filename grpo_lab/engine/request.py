@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,12 +45,71 @@ class Span:
     kv: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What changes the logits before a token is drawn, under vLLM's names and with its formulas.
+
+    Attributes:
+        min_p: least probability of a token, relative to the likeliest one's; 0 is off.
+        presence_penalty, frequency_penalty: subtracted once, or once per occurrence in the output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or
+            output (Keskar et al., arXiv:1909.05858); 1 is off.
+        bias: (token id, added to its logit) pairs.
+        allowed: the only token ids that may be drawn; empty is all.
+    """
+
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] = ()
+
+    @property
+    def penalise(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What most requests do without.
+
+    Attributes:
+        rules: None leaves the logits as they are.
+        cache_salt: requests share prefix cache blocks only with those of the same salt.
+        prompt_logprobs: how many of the likeliest tokens to report per prompt token; None reports nothing.
+        raw_logprobs: report the model's own distribution (vLLM's default), not the one drawn from.
+        ranks: report the rank of every drawn token.
+        on_token: called after every booked token and at the end; must not block or raise.
+    """
+
+    rules: LogitRules | None = None
+    cache_salt: bytes = b""
+    prompt_logprobs: int | None = None
+    raw_logprobs: bool = False
+    ranks: bool = False
+    on_token: Callable[[], None] | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """One prompt token given those before it; ``top`` are the likeliest (token, logprob) pairs there."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The scheduler's and the policy's view of a sequence.
 
     ``token_ids`` is prompt and output together; ``num_computed_tokens`` of them have KV entries in
     ``block_table``. ``sample_key`` and the token's position are all that its random numbers depend on.
+    ``final_tokens`` is the length of its completion, where the policy knows it (0: not asked for yet).
     """
 
     request_id: str
@@ -76,6 +136,13 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text: str | None = None
+    extras: Extras = NO_EXTRAS
+    ranks: list[int] = field(default_factory=list)
+    prompt_scores: list[PromptScore] | None = None
+    last_token_s: float | None = None
+    scheduled_s: float | None = None
+    num_cached_tokens: int = 0
+    final_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -114,12 +181,14 @@ class Scheduled:
 class StepOutput:
     """What a policy drew: one entry for each scheduled request with ``samples``, in their order.
 
-    ``top`` holds the most likely (token, logprob) pairs of requests that asked for them.
+    ``top`` holds the most likely (token, logprob) pairs, ``ranks`` the drawn token's rank, of requests that
+    asked for them, by place.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     top: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
 
 
 def sample_key(seed: int, request_id: str, sample_seed: int | None) -> int:

@@ -18,10 +18,23 @@ class RunState(Enum):
     FROZEN = "frozen"
 
 
+EngineMode = Literal["step", "event"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """``name`` is the member's name in the trace. ``seed`` is part of every sample's key. ``start_id`` names this
-    run of the process: it must differ after every start ("": unknown).
+    """What kind of engine it is.
+
+    Raises ``ConfigError`` for a mode that does not exist or less than one rank.
+
+    Attributes:
+        name: the member's name in the trace.
+        seed: part of every sample's key.
+        cache_outputs: completions enter the prefix cache too, not prompts alone.
+        start_id: names this run of the process: it must differ after every start ("": unknown).
+        mode: ``step`` runs the loop once for each model step; ``event`` once for each change of the batch,
+            for policies that know a sample's length when it begins. What happens is the same.
+        ranks: workers (tensor or pipeline parallel) that hold a part of the weights each and switch together.
     """
 
     name: str = "engine-0"
@@ -31,6 +44,15 @@ class EngineConfig:
     prefix_policy: PrefixPolicy = "versioned"
     prefix_caching: bool = True
     start_id: str = ""
+    cache_outputs: bool = True
+    mode: EngineMode = "step"
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(EngineMode):
+            raise ConfigError("mode", self.mode, f"one of {get_args(EngineMode)}")
+        if self.ranks < 1:
+            raise ConfigError("ranks", self.ranks, "an integer of at least 1")
 
 
 @dataclass(slots=True)
