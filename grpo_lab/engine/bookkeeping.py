@@ -36,6 +36,8 @@ class TokenBook:
                     request.finish_reason = self._ending(request)
                     if request.finish_reason is not None:
                         finished.append(request)
+                    elif request.extras.on_token is not None:
+                        request.extras.on_token()
             row += samples
         self._counters.steps += 1
         return finished
@@ -62,8 +64,11 @@ class TokenBook:
         request.logprobs.append(output.logprobs[row])
         if request.top_logprobs:
             request.top.append(output.top.get(row, []))
+        if request.extras.ranks:
+            request.ranks.append(output.ranks.get(row, 1))
         if request.first_token_s is None:
             request.first_token_s = now_s
+        request.last_token_s = now_s
         self._counters.generation_tokens += 1
         kv = request.kv_weights or identity.weights
         last = request.spans[-1] if request.spans else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from grpo_lab.engine.block_pool import BlockPool
 from grpo_lab.engine.bookkeeping import Decode, TokenBook
 from grpo_lab.engine.failures import BadRequest, EngineDead, NotInService, StaleTerm
 from grpo_lab.engine.policy import Policy
-from grpo_lab.engine.request import Request, WeightIdentity, sample_key
+from grpo_lab.engine.request import NO_EXTRAS, Extras, Request, WeightIdentity, sample_key
 from grpo_lab.engine.runner import InlineRunner, StepRunner
 from grpo_lab.engine.scheduler import Scheduler, StepPlan
 from grpo_lab.engine.settings import Counters, EngineConfig, RunState
@@ -62,6 +63,8 @@ class EngineCore:
         self.identity = WeightIdentity()
         self.counters = Counters()
         self.term = 0
+        self.weights_lost = ""  # why there are none to compute with; then the next step is the last
+        self.on_finish: Callable[[Request], None] | None = None
         pool = BlockPool(policy.num_blocks, self.config.prefix_policy, self.config.prefix_caching)
         self.scheduler = Scheduler(pool, self.config.max_num_seqs, self.config.max_batched_tokens)
         self._book = TokenBook(policy, self.scheduler, self.counters, decode)
@@ -131,6 +134,7 @@ class EngineCore:
         term: int = 0,
         stop_strings: tuple[str, ...] = (),
         top_logprobs: int = 0,
+        extras: Extras = NO_EXTRAS,
     ) -> Request:
         """Puts a request into the waiting queue.
 
@@ -165,6 +169,7 @@ class EngineCore:
             stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
             stop_strings=stop_strings,
             arrival_s=loop.time(),
+            extras=extras,
         )
         paused = self._state is not RunState.RUNNING
         (self._held.append if paused else self.scheduler.add)(request)
@@ -203,6 +208,17 @@ class EngineCore:
         live = [*self.scheduler.in_flight(), *self._held]
         self._abort(live)
         return [request.request_id for request in live]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What made the engine dead, if anything has."""
+        return self._failure
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """While it lasts no step runs and no weight changes."""
+        async with self._device:
+            yield
 
     async def exclusively(self, function: Callable[[], T]) -> T:
         """Runs a blocking function while no step runs and no weight changes."""
@@ -373,6 +389,8 @@ class EngineCore:
         self._report_hits(plan)
         if not plan.scheduled:
             raise EngineError("no waiting request fits into the KV blocks")
+        if self.weights_lost:
+            raise EngineError(f"the weights are gone: {self.weights_lost}")
         self._stepping = True
         try:
             output = await self.runner.run(lambda: self.policy.step(plan.scheduled))
@@ -399,7 +417,11 @@ class EngineCore:
         reason = request.finish_reason or "abort"
         self.counters.finished[reason] += 1
         self.recorder.emit(finished_event(self.config.name, request))
+        if self.on_finish is not None:
+            self.on_finish(request)
         request.done.set_result(None)
+        if request.extras.on_token is not None:
+            request.extras.on_token()
         self._announce_change()
 
     def _abort(self, requests: list[Request]) -> None:
@@ -423,4 +445,6 @@ class EngineCore:
             if not request.done.done():
                 request.done.set_exception(EngineDead(message))
                 request.done.exception()  # a request whose client is gone has nobody to retrieve it
+                if request.extras.on_token is not None:
+                    request.extras.on_token()
         self._announce_change()

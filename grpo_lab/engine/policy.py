@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from grpo_lab.engine.request import Scheduled, StepOutput
+from grpo_lab.engine.request import PromptScore, Scheduled, StepOutput
 from grpo_lab.engine.sampling import uniforms
 
 
@@ -104,6 +104,9 @@ class SyntheticPolicy:
             tokens.append(self._token(u, stop))
             chance = stop if tokens[-1] == self.vocab_size - 1 else (1 - stop) / (self.vocab_size - 1)
             logprobs.append(math.log(chance))
+            if request.extras.prompt_logprobs is not None and request.prompt_scores is None:
+                scores = self.score([request.prompt_token_ids])[0]
+                request.prompt_scores = [PromptScore(score, 1, []) for score in scores]
         return StepOutput(tokens, logprobs)
 
     def _token(self, u: float, stop: float) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_lab.engine.logit_rules import apply_rules, drop_unlikely
 from grpo_lab.engine.request import Request, StepOutput
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -36,25 +37,40 @@ def uniforms(keys: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
     """Draws one token per row of ``logits`` [sequences, vocabulary] (float32) by inverting the CDF.
 
-    The logprob of a token is that of the distribution it was drawn from (after temperature, top_k,
-    top_p, min_tokens). Greedy rows (temperature 0) report the logprob at temperature 1.
+    The logprob of a token is that of the distribution it was drawn from (after rules, temperature, top_k,
+    top_p, min_tokens), or the model's own where a request asks for ``raw_logprobs``. Greedy rows
+    (temperature 0) report the logprob at temperature 1.
     """
+    raw = logits.log_softmax(-1) if any(request.extras.raw_logprobs for request in requests) else None
+    logits = apply_rules(logits, requests)
     logits = _forbid_early_stops(logits, requests)
     temperature = [request.sampling.temperature for request in requests]
     if any(value not in (0.0, 1.0) for value in temperature):
         divisor = torch.tensor([value or 1.0 for value in temperature], dtype=logits.dtype)
         logits = logits / divisor[:, None]
+    logits = drop_unlikely(logits, requests)
     if any(request.sampling.top_k > 0 or request.sampling.top_p < 1.0 for request in requests):
         logits = _truncate(logits, requests)
     logprobs = logits.log_softmax(-1)
     chosen = _draw(logprobs, requests, temperature)
-    picked = logprobs.gather(1, chosen[:, None])[:, 0]
+    if raw is not None:
+        wanted = torch.tensor([request.extras.raw_logprobs for request in requests])
+        logprobs = torch.where(wanted[:, None], raw, logprobs)
+    return _report(logprobs, chosen, requests)
+
+
+def _report(logprobs: Tensor, chosen: Tensor, requests: Sequence[Request]) -> StepOutput:
+    picked = logprobs.gather(1, chosen[:, None])
     top = {
-        row: _most_likely(logprobs[row], request.top_logprobs)
+        row: most_likely(logprobs[row], request.top_logprobs)
         for row, request in enumerate(requests)
         if request.top_logprobs > 0
     }
-    return StepOutput(chosen.tolist(), picked.tolist(), top)
+    ranks: dict[int, int] = {}
+    if any(request.extras.ranks for request in requests):
+        counted = (logprobs >= picked).sum(-1).tolist()
+        ranks = {row: counted[row] for row, request in enumerate(requests) if request.extras.ranks}
+    return StepOutput(chosen.tolist(), picked[:, 0].tolist(), top, ranks)
 
 
 def _draw(logprobs: Tensor, requests: Sequence[Request], temperature: list[float]) -> Tensor:
@@ -106,6 +122,6 @@ def _forbid_early_stops(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     return logits
 
 
-def _most_likely(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
+def most_likely(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
     values, ids = logprobs.topk(min(count, logprobs.shape[0]))
     return list(zip(ids.tolist(), values.tolist(), strict=True))

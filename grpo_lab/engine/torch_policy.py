@@ -14,8 +14,8 @@ from torch import Tensor
 from grpo_lab.engine.block_pool import BLOCK_TOKENS
 from grpo_lab.engine.model import EMBEDDING, HEAD, CausalLM, Weights, read_weights
 from grpo_lab.engine.model_config import ModelConfig
-from grpo_lab.engine.request import Scheduled, StepOutput
-from grpo_lab.engine.sampling import sample
+from grpo_lab.engine.request import PromptScore, Scheduled, StepOutput
+from grpo_lab.engine.sampling import most_likely, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,12 @@ class TorchPolicy:
     @torch.inference_mode()
     def step(self, scheduled: Sequence[Scheduled]) -> StepOutput:
         output = self._step(scheduled)
+        for item in scheduled:
+            request = item.request
+            if request.extras.prompt_logprobs is not None and item.samples and request.prompt_scores is None:
+                request.prompt_scores = self._prompt_scores(
+                    request.prompt_token_ids, request.extras.prompt_logprobs
+                )
         if not math.isfinite(sum(output.logprobs)):
             self._tainted = True
         return output
@@ -104,6 +110,7 @@ class TorchPolicy:
                 [output.token_ids[0] for output in outputs],
                 [output.logprobs[0] for output in outputs],
                 {row: output.top[0] for row, output in enumerate(outputs) if output.top},
+                {row: output.ranks[0] for row, output in enumerate(outputs) if output.ranks},
             )
         if not sampled:
             self._logits(scheduled)
@@ -192,14 +199,37 @@ class TorchPolicy:
         if longest < 2:
             return [[] for _ in sequences]
         ids = torch.tensor([_padded(sequence, longest) for sequence in sequences])
-        count = len(sequences)
+        picked = self._all_logprobs(ids).gather(2, ids[:, 1:, None])[..., 0].tolist()
+        return [row[: len(ids) - 1] for row, ids in zip(picked, sequences, strict=True)]
+
+    def _all_logprobs(self, ids: Tensor) -> Tensor:
+        """Logprobs [sequences, length - 1, vocabulary] of what follows each place but the last."""
+        count, longest = ids.shape
         positions = torch.arange(longest).repeat(count)
         attend = _CausalAttention(count, longest)
         hidden = self._model.hidden_states(self._served, ids.flatten(), positions, attend)
         hidden = hidden.view(count, longest, -1)[:, :-1].reshape(count * (longest - 1), -1)
-        logprobs = self._model.logits(self._served, hidden).log_softmax(-1).view(count, longest - 1, -1)
-        picked = logprobs.gather(2, ids[:, 1:, None])[..., 0].tolist()
-        return [row[: len(ids) - 1] for row, ids in zip(picked, sequences, strict=True)]
+        return self._model.logits(self._served, hidden).log_softmax(-1).view(count, longest - 1, -1)
+
+    def _prompt_scores(self, prompt: Sequence[int], top: int) -> list[PromptScore]:
+        """Of every prompt token but the first; ``top`` -1 is the whole vocabulary."""
+        if len(prompt) < 2:
+            return []
+        rows = self._all_logprobs(torch.tensor([prompt]))[0]
+        picked = rows.gather(1, torch.tensor(prompt[1:])[:, None])
+        ranks = (rows >= picked).sum(-1).tolist()
+        count = self.vocab_size if top < 0 else top
+        return [
+            PromptScore(value, rank, most_likely(row, count) if count else [])
+            for value, rank, row in zip(picked[:, 0].tolist(), ranks, rows, strict=True)
+        ]
+
+    def keep_tied_head(self) -> None:
+        """Gives a tied head memory of its own: later writes to the embedding do not reach it.
+
+        A vLLM on CPU behaves so, as it packs the head once, when the model is first loaded.
+        """
+        self._served.head = self._served.embedding.clone()
 
 
 class _PagedAttention:
