@@ -33,7 +33,7 @@ class TokenBook:
                 self._computed(request, item.count, identity)
                 if samples:
                     self._append(request, output, row, identity, step, now_s)
-                    request.finish_reason = self._ending(request)
+                    request.finish_reason = self.ending(request)
                     if request.finish_reason is not None:
                         finished.append(request)
                     elif request.extras.on_token is not None:
@@ -41,6 +41,25 @@ class TokenBook:
             row += samples
         self._counters.steps += 1
         return finished
+
+    def apply_decodes(
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[float],
+        identity: WeightIdentity,
+        step: int,
+        now_s: float,
+    ) -> None:
+        """Books tokens that ``request`` drew one a step up to number ``step``, continuing its newest span."""
+        request.token_ids += token_ids
+        request.logprobs += logprobs
+        request.last_token_s = now_s
+        span = request.spans[-1]
+        span.end, span.last_step = span.end + len(token_ids), step
+        self._counters.generation_tokens += len(token_ids)
+        pure = request.kv_weights == identity.weights
+        self._scheduler.commit(request, len(token_ids), identity.weights, reusable=pure)
 
     def _computed(self, request: Request, count: int, identity: WeightIdentity) -> None:
         if request.kv_weights is None:
@@ -77,7 +96,8 @@ class TokenBook:
         else:
             request.spans.append(Span(identity, position, position + 1, step, step, kv))
 
-    def _ending(self, request: Request) -> FinishReason | None:
+    def ending(self, request: Request) -> FinishReason | None:
+        """Why the newest token ends ``request``, if it does."""
         token, sampling = request.token_ids[-1], request.sampling
         if request.num_output_tokens >= sampling.min_tokens:
             if token in request.stop_token_ids:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from grpo_lab.engine.block_pool import BlockPool
 from grpo_lab.engine.bookkeeping import Decode, TokenBook
 from grpo_lab.engine.failures import BadRequest, EngineDead, NotInService, StaleTerm
+from grpo_lab.engine.latency import LatencyModel
 from grpo_lab.engine.policy import Policy
 from grpo_lab.engine.request import NO_EXTRAS, Extras, Request, WeightIdentity, sample_key
 from grpo_lab.engine.runner import InlineRunner, StepRunner
@@ -41,7 +42,8 @@ class EngineCore:
 
     A step, a score and a weight switch exclude each other (``_device``), and a pause waits for the step
     in progress, so nothing that a pause or a switch promises is broken half-way (S7, S16). The loop's
-    clock is the only one that is read; ``latency`` adds seconds to each step where time is simulated.
+    clock is the only one that is read; where time is simulated, ``timing`` and ``latency`` say how long a
+    step takes (their sum).
 
     A request that arrives while the engine is paused is held until it resumes. A step that raises makes
     the engine dead: every request fails with ``EngineDead``, and ``health`` says so from then on.
@@ -55,6 +57,7 @@ class EngineCore:
         runner: StepRunner | None = None,
         latency: StepLatency | None = None,
         decode: Decode | None = None,
+        timing: LatencyModel | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.policy = policy
@@ -66,9 +69,15 @@ class EngineCore:
         self.weights_lost = ""  # why there are none to compute with; then the next step is the last
         self.on_finish: Callable[[Request], None] | None = None
         pool = BlockPool(policy.num_blocks, self.config.prefix_policy, self.config.prefix_caching)
-        self.scheduler = Scheduler(pool, self.config.max_num_seqs, self.config.max_batched_tokens)
+        self.scheduler = Scheduler(
+            pool,
+            self.config.max_num_seqs,
+            self.config.max_batched_tokens,
+            cache_outputs=self.config.cache_outputs,
+        )
         self._book = TokenBook(policy, self.scheduler, self.counters, decode)
         self._latency = latency
+        self._timing = timing
         self._held: deque[Request] = deque()
         self._state = RunState.RUNNING
         self._keep_kv = False
@@ -172,6 +181,8 @@ class EngineCore:
             extras=extras,
         )
         paused = self._state is not RunState.RUNNING
+        if not paused:
+            self._interrupt()
         (self._held.append if paused else self.scheduler.add)(request)
         self._wake.set()
         self.recorder.emit(admitted_event(self.config.name, request, self.identity, term, paused=paused))
@@ -217,12 +228,14 @@ class EngineCore:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """While it lasts no step runs and no weight changes."""
+        self._interrupt()
         async with self._device:
             yield
 
     async def exclusively(self, function: Callable[[], T]) -> T:
         """Runs a blocking function while no step runs and no weight changes."""
         self.check_alive()
+        self._interrupt()
         async with self._device:
             return await self.runner.run(function)
 
@@ -258,11 +271,13 @@ class EngineCore:
                 return  # resumed or frozen by somebody else meanwhile
         # Set before waiting for the step in progress, so that no further one begins.
         self._state = RunState.FROZEN
+        self._interrupt()
         self._announce_change()
         async with self._device:
             self.check_alive()
             if self._state is not RunState.FROZEN:
                 return
+            self._settle()
             aborted: list[Request] = []
             if mode == "abort":
                 aborted = [*self.scheduler.in_flight(), *self._held]
@@ -290,6 +305,7 @@ class EngineCore:
             return
         self._state = RunState.RUNNING
         self._keep_kv = False
+        self._interrupt()
         for request in self._held:
             self.scheduler.add(request)
         self._held.clear()
@@ -314,6 +330,7 @@ class EngineCore:
                 change.set_result(None)
 
     def _clear_caches(self) -> None:
+        self._settle()
         used = self.scheduler.pool.num_used
         self.scheduler.preempt_all()
         kept = self.scheduler.pool.num_used
@@ -336,32 +353,51 @@ class EngineCore:
         ``loaded`` runs once they are in place, before they are announced as active. KV of older weights
         is dropped and computed again, unless the pause that holds asked to keep it.
         """
+        self._interrupt()
         async with self._device:
             self.check_alive()
-            name, (term, version) = self.config.name, identity.weights
-            self.recorder.emit(WeightWriteBegan(engine=name, term=term, version=version))
-            try:
-                await self.runner.run(self.policy.activate)
-            except BaseException as error:  # also a cancellation: nobody knows what was written
-                self.recorder.emit(WeightWriteEnded(engine=name, term=term, version=version, complete=False))
-                self._fail(error)
-                raise
-            self.recorder.emit(WeightWriteEnded(engine=name, term=term, version=version))
+            self._settle()
+            await self._write_weights(identity)
             self.identity = identity
             loaded()
             if not self._keep_kv and self.scheduler.running:
                 self._clear_caches()
             elif self.config.prefix_policy == "flush":
                 self.flush_prefix_cache()
-            self.recorder.emit(
-                WeightsActivated(
-                    engine=name,
-                    term=term,
-                    version=version,
-                    first_step=self._next_step,
-                    weights_hash=weights_hash,
+            for rank in range(self.config.ranks):
+                self._announce_switch(rank, weights_hash)
+
+    async def _write_weights(self, identity: WeightIdentity) -> None:
+        """All ranks write at the same time; no step runs until the last of them has."""
+        name, (term, version) = self.config.name, identity.weights
+        ranks = range(self.config.ranks)
+        for rank in ranks:
+            self.recorder.emit(WeightWriteBegan(engine=name, term=term, version=version, shard=rank))
+        complete = False
+        try:
+            await self.runner.run(self.policy.activate)
+            complete = True
+        except BaseException as error:  # also a cancellation: nobody knows what was written
+            self._fail(error)
+            raise
+        finally:
+            for rank in ranks:
+                self.recorder.emit(
+                    WeightWriteEnded(engine=name, term=term, version=version, shard=rank, complete=complete)
                 )
+
+    def _announce_switch(self, rank: int, weights_hash: str) -> None:
+        term, version = self.identity.weights
+        self.recorder.emit(
+            WeightsActivated(
+                engine=self.config.name,
+                term=term,
+                version=version,
+                first_step=self._next_step,
+                shard=rank,
+                weights_hash=weights_hash,
             )
+        )
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -394,17 +430,51 @@ class EngineCore:
         self._stepping = True
         try:
             output = await self.runner.run(lambda: self.policy.step(plan.scheduled))
-            await asyncio.sleep(self._latency(plan) if self._latency else 0)
+            await asyncio.sleep(self._duration_s(plan))
         finally:
             self._stepping = False
         step, self._next_step = self._next_step, self._next_step + 1
         finished = self._book.apply(plan, output, self.identity, step, loop.time())
-        duration_s = loop.time() - began_s
-        self.recorder.emit(step_event(self.config.name, plan, self.identity, step, began_seq, duration_s))
+        self._announce_steps(plan, step, began_seq, loop.time() - began_s)
+        self._end(finished)
+
+    def _duration_s(self, plan: StepPlan) -> float:
+        """Of the next step, as it begins."""
+        timed_s = self._timing.step_s(plan, self._next_step) if self._timing else 0.0
+        return timed_s + (self._latency(plan) if self._latency else 0.0)
+
+    def _announce_steps(
+        self, plan: StepPlan, first_step: int, began_seq: int, duration_s: float, steps: int = 1
+    ) -> None:
+        """``steps`` steps have ended. Every rank took part in all of them."""
+        for rank in range(self.config.ranks):
+            self.recorder.emit(
+                step_event(
+                    self.config.name,
+                    plan,
+                    self.identity,
+                    first_step,
+                    began_seq,
+                    duration_s,
+                    steps=steps,
+                    shard=rank,
+                )
+            )
+
+    def _end(self, finished: list[Request]) -> None:
+        """Nothing runs on blocks of ``finished`` any more, nor of those that were aborted meanwhile."""
         self.scheduler.remove([*finished, *self._leaving])
         self._leaving.clear()
         for request in finished:
             self._finish(request)
+
+    def _interrupt(self) -> None:
+        """Something else than a step is about to change what the next step does. Here a step is all that is
+        ever under way, and whoever interrupts waits for its end.
+        """
+
+    def _settle(self) -> None:
+        """Requests are about to be looked at between two steps, or aborted during one."""
 
     def _report_hits(self, plan: StepPlan) -> None:
         for request, tokens, content in plan.hits:
@@ -427,6 +497,9 @@ class EngineCore:
     def _abort(self, requests: list[Request]) -> None:
         """Ends requests as aborted at once; their blocks are freed when no step uses them."""
         live = [request for request in requests if request.finish_reason is None]
+        if not live:
+            return
+        self._settle()
         for request in live:
             request.finish_reason = "abort"
         gone = {id(request) for request in live}

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lab.engine.request import PromptScore, Scheduled, StepOutput
+from grpo_lab.engine.request import PromptScore, Request, Scheduled, StepOutput
 from grpo_lab.engine.sampling import uniforms
 
 
@@ -108,6 +109,36 @@ class SyntheticPolicy:
                 scores = self.score([request.prompt_token_ids])[0]
                 request.prompt_scores = [PromptScore(score, 1, []) for score in scores]
         return StepOutput(tokens, logprobs)
+
+    def outputs(self, request: Request, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Output tokens from ``start`` on and their logprobs, each [count], as ``step`` draws them."""
+        places = np.arange(start, start + count)
+        u = uniforms([request.sample_key] * count, places + request.num_prompt_tokens)
+        stop = np.where(places >= request.sampling.min_tokens, self._stop, 0.0)
+        others = self.vocab_size - 1
+        drawn = np.minimum(((u - stop) / (1 - stop) * others).astype(np.int64), others - 1)
+        ends = u < stop
+        with np.errstate(divide="ignore"):  # of an end that cannot be drawn
+            logprobs = np.where(ends, np.log(stop), np.log((1 - stop) / others))
+        return np.where(ends, others, drawn), logprobs
+
+    def draw(self, request: Request, count: int) -> tuple[list[int], list[float]]:
+        """The next ``count`` tokens of ``request`` and their logprobs."""
+        tokens, logprobs = self.outputs(request, request.num_output_tokens, count)
+        return tokens.tolist(), logprobs.tolist()
+
+    def final_tokens(self, request: Request) -> int:
+        """How many output tokens ``request`` will have: to its first stop token, or ``max_tokens``."""
+        most, start, count = request.sampling.max_tokens, request.num_output_tokens, 64
+        stops = sorted(request.stop_token_ids)
+        while stops and start < most:
+            count = min(count, most - start)
+            found = np.flatnonzero(np.isin(self.outputs(request, start, count)[0], stops)) + start + 1
+            found = found[found >= request.sampling.min_tokens]
+            if found.size:
+                return int(found[0])
+            start, count = start + count, 2 * count
+        return most
 
     def _token(self, u: float, stop: float) -> int:
         if u < stop:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, get_args
 
 from grpo_lab.engine.block_pool import PrefixPolicy
 from grpo_lab.errors import ConfigError
@@ -18,22 +17,17 @@ class RunState(Enum):
     FROZEN = "frozen"
 
 
-EngineMode = Literal["step", "event"]
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What kind of engine it is.
 
-    Raises ``ConfigError`` for a mode that does not exist or less than one rank.
+    Raises ``ConfigError`` for less than one rank.
 
     Attributes:
         name: the member's name in the trace.
         seed: part of every sample's key.
         cache_outputs: completions enter the prefix cache too, not prompts alone.
         start_id: names this run of the process: it must differ after every start ("": unknown).
-        mode: ``step`` runs the loop once for each model step; ``event`` once for each change of the batch,
-            for policies that know a sample's length when it begins. What happens is the same.
         ranks: workers (tensor or pipeline parallel) that hold a part of the weights each and switch together.
     """
 
@@ -45,12 +39,9 @@ class EngineConfig:
     prefix_caching: bool = True
     start_id: str = ""
     cache_outputs: bool = True
-    mode: EngineMode = "step"
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(EngineMode):
-            raise ConfigError("mode", self.mode, f"one of {get_args(EngineMode)}")
         if self.ranks < 1:
             raise ConfigError("ranks", self.ranks, "an integer of at least 1")
 
