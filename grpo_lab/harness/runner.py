@@ -28,6 +28,7 @@ from grpo_lab.harness.recipe import Recipe
 from grpo_lab.harness.rewards import reward_functions
 from grpo_lab.harness.run_dir import RunDir, environment, make_run_dir
 from grpo_lab.harness.simulated import end_trace, simulate, trace_recorder
+from grpo_lab.harness.trainer_ranks import train_ranks
 from grpo_lab.harness.training import load_training_data, train, trainer_config
 from grpo_lab.recorders import FileRecorder, ListRecorder, run_clock
 from grpo_lab.tasks import get_task, task_names
@@ -105,6 +106,7 @@ def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared
             "scope": "global",
             "ring_slots": 2,
             "initial_version": 1,
+            "trainer_ranks": recipe.trainer_ranks,
             "logprob_tolerance": 1e-4,
             "liveness_bound_s": 120.0,
         },
@@ -123,8 +125,8 @@ def _refuse_bad_input(recipe: Recipe) -> None:
         raise ConfigError("engine", recipe.engine, "sim in a simulated world")
     if recipe.engine == "vllm":
         raise ConfigError("engine", recipe.engine, "sim, or the address of a running server")
-    if recipe.trainer_ranks != 1:
-        raise ConfigError("trainer_ranks", recipe.trainer_ranks, "1", "Start more with torchrun for now")
+    if recipe.world == "sim" and recipe.trainer_ranks != 1:
+        raise ConfigError("trainer_ranks", recipe.trainer_ranks, "1 in a simulated world")
     if recipe.model and not Path(recipe.model, "config.json").is_file():
         raise ModelError(
             f"{recipe.model}: there is no config.json. Give a model directory in Hugging Face format, or "
@@ -153,6 +155,18 @@ def _attempt(
         with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
             model = model_of(recipe, progress)
             with _engines(recipe, directory, recorder, model, started_s, progress, engines) as urls:
+                if recipe.trainer_ranks > 1:
+                    train_ranks(
+                        recipe,
+                        directory,
+                        model,
+                        tuple(urls),
+                        recorder,
+                        progress.step,
+                        started_s=started_s,
+                        first_term=first_term,
+                    )
+                    return
                 trainer_recorder = FileRecorder("trainer", directory.events, run_clock(started_s))
                 with trainer_recorder:
                     trainer_recorder.observe(recorder.last_id)

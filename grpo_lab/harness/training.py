@@ -107,6 +107,8 @@ def train(
     first_term: int = 1,
 ) -> Learned:
     """Evaluates, trains, evaluates and saves the model to ``checkpoint/``. Raises what training raised."""
+    # It would break into ours.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dataset = load_training_data(recipe)
     trainer = AsyncGRPOTrainer(
         str(model),
@@ -121,8 +123,6 @@ def train(
 def learn(trainer: AsyncGRPOTrainer, recipe: Recipe, run: RunDir, step_seen: StepSeen) -> Learned:
     """The same with a trainer that is there already, of either world."""
     torch.set_num_threads(recipe.trainer_threads)
-    # It would break into ours.
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_ShowSteps(step_seen, lambda: trainer.version))
     before = evaluate(trainer, recipe)

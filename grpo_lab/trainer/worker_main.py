@@ -24,7 +24,7 @@ from grpo_lab.protocol.rollout_worker import RolloutSettings, RolloutWorker
 from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
 from grpo_lab.trainer.dataset import PromptSequence, RewardFunctions
 from grpo_lab.trainer.worker_channel import Message, encode, read_messages
-from grpo_lab.transport.engines import connect_engines
+from grpo_lab.transport.engines import connect_some
 from grpo_lab.types import CursorState, DroppedGroup, RolloutGroup
 
 LAST_WORDS_TIMEOUT_S = 600.0  # a trainer in a long step reads them after it; one that is gone ends the wait
@@ -66,7 +66,7 @@ def worker_main(end: socket.socket, packed_spec: bytes) -> None:
     It is unpacked here, so that what fails in it (a reward function's module that cannot be imported)
     reaches the trainer in its own words. Exit code 0 after a stop, 3 after a failure that was reported.
     """
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
     try:
         spec: WorkerSpec = pickle.loads(packed_spec)  # noqa: S301 - from the trainer that started us
@@ -117,7 +117,7 @@ async def _main(end: socket.socket, spec: WorkerSpec, recorder: Recorder) -> int
 
 
 async def _serve(reader: asyncio.StreamReader, send: _Sender, spec: WorkerSpec, recorder: Recorder) -> None:
-    engines = await connect_engines(spec.engine_urls, recorder, spec.engine_wait_s, without=spec.fenced)
+    engines = await connect_some(spec.engine_urls, recorder, spec.engine_wait_s, spec.fenced)
     sample_queue = ChannelQueue(spec.queue_capacity, send, recorder)
     rewards = RewardFunctions(
         spec.reward_funcs, spec.tokenizer, weights=spec.reward_weights, timeout_s=spec.reward_timeout_s
@@ -141,6 +141,7 @@ async def _serve(reader: asyncio.StreamReader, send: _Sender, spec: WorkerSpec, 
         heartbeat=lambda progress, blocked_by: send("beat", (progress, blocked_by)),
         texts=rewards.texts,
     )
+    worker.fence_engines(spec.fenced)
     try:
         async with Nursery("worker process", timeout_s=float("inf")) as nursery:
             listening = nursery.start(_listen(reader, worker, sample_queue, recorder), name="listen")
@@ -211,7 +212,7 @@ class ChannelQueue:
         self._room.set()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: SIGKILL this process when its parent ends, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
