@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "engine": PARTS,
     "transport": PARTS,
     "trainer": PARTS | {"transport"},
+    "vllm_plugin": PARTS | {"transport"},
     "sim": REAL_WORLD | {"check"},
     "harness": TOOLS,
     "testing": TOOLS,
