@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from grpo_lab.engine.core import EngineCore
@@ -29,8 +30,13 @@ _PER_SEQUENCE, _PER_PREFILL_TOKEN = 0.01, 0.002  # of a step without a batch
 
 
 def model_score(weights: Mapping[str, Tensor], sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Stands for logprobs: a function of all weights and of the tokens, as a forward pass is."""
-    total = sum(float(tensor.sum()) for tensor in weights.values())
+    """Stands for logprobs: a function of all weights and of the tokens, as a forward pass is. Every element
+    counts by its place, so that two tensors of one shape in each other's place give other scores.
+    """
+    total = 0.0
+    for number, name in enumerate(sorted(weights), start=1):
+        values = weights[name].flatten().double()
+        total += number * float(values @ torch.linspace(1, 2, len(values), dtype=torch.float64))
     return [[-abs(total) * (1 + token) / VOCABULARY for token in ids[1:]] for ids in sequences]
 
 
@@ -104,7 +110,12 @@ class EngineHost:
         recorder: Recorder,
         supervisor: Recorder,
         receivers: Mapping[str, ReceiverFactory],
+        *,
+        policy: type[SimulatedPolicy] = SimulatedPolicy,
+        core: type[EngineCore] = EngineCore,
+        rl: type[RlState] = RlState,
     ) -> None:
+        self._types = (policy, core, rl)
         self.name = name
         self._scenario = scenario
         self._shapes = shapes
@@ -121,16 +132,17 @@ class EngineHost:
         self._supervisor.emit(MemberStarted(member=self.name, role="engine", incarnation=self._starts))
         self._recorder.observe(self._supervisor.last_id)
         life = Life(self._recorder, self._starts)
-        policy = SimulatedPolicy(self._scenario, self._shapes)
+        policy_type, core_type, rl_type = self._types
+        policy = policy_type(self._scenario, self._shapes)
         config = EngineConfig(
             self.name,
             max_num_seqs=self._scenario.slots,
             max_batched_tokens=256,
             seed=self._scenario.seed,
         )
-        core = EngineCore(policy, life, config, latency=self._step_latency(life))
+        core = core_type(policy, life, config, latency=self._step_latency(life))
         core.start()
-        self.incarnation = Incarnation(life, core, RlState(core, self._receivers))
+        self.incarnation = Incarnation(life, core, rl_type(core, self._receivers))
 
     def crash(self, detail: str) -> bool:
         """The process is gone, with all that it had. False when there was none."""

@@ -116,8 +116,10 @@ class BridgedSync:
         weights: dict[str, Tensor],
         bridge: GreenletBridge,
         life: Life,
+        source: type[PackedSource] = PackedSource,
     ) -> None:
         self._coordinator_type = coordinator
+        self._source_type = source
         self._scenario = scenario
         self._engines = engines
         self._make_transport = make_transport
@@ -128,7 +130,7 @@ class BridgedSync:
 
     def connect(self, term: int, base_version: int) -> None:
         transport = self._make_transport()
-        source = PackedSource(
+        source = self._source_type(
             lambda: iter(self._weights.items()),
             self._bridge,
             self._life,
@@ -183,6 +185,9 @@ class LightTrainer:
         make_transport: Callable[[], RingTransport],
         make_worker: Callable[[GreenletBridge], WorkerFactory],
         coordinator: CoordinatorType,
+        *,
+        source: type[PackedSource] = PackedSource,
+        term: type[TrainingTerm] = TrainingTerm,
     ) -> None:
         self._scenario = scenario
         self._life = life
@@ -191,13 +196,13 @@ class LightTrainer:
         cut = store.resume(lambda: fresh_weights(scenario.seed))
         self._weights = cut.weights
         self._restored_hash = cut.weights_hash
-        sync = BridgedSync(coordinator, scenario, engines, make_transport, self._weights, self._bridge, life)
+        sync = BridgedSync(
+            coordinator, scenario, engines, make_transport, self._weights, self._bridge, life, source
+        )
         settings = LightSettings(
             scenario.bound, scenario.queue_capacity, scenario.sync_attempts, scenario.final_sync
         )
-        self.term = TrainingTerm(
-            cut.lineage, settings, life, sync, make_worker(self._bridge), self._named_tensors
-        )
+        self.term = term(cut.lineage, settings, life, sync, make_worker(self._bridge), self._named_tensors)
 
     def run(self) -> None:
         """Trains to the scenario's last step. Raises why it could not; what ran has been stopped then."""

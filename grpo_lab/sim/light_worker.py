@@ -98,6 +98,7 @@ class LightWorker:
         life: Life,
         bridge: GreenletBridge,
         strike: Strike,
+        worker: type[RolloutWorker] = RolloutWorker,
     ) -> None:
         self.rollout_buffer: RolloutBuffer = self
         self._trainer = trainer
@@ -111,7 +112,7 @@ class LightWorker:
         self._stopped = False
         self._running: asyncio.Task[None] | None = None
         self._queue = ChannelQueue(scenario.queue_capacity, self._send, life)
-        self._worker = RolloutWorker(
+        self._worker = worker(
             engines,
             SeededPrompts(scenario.seed, start.cursor),
             SeededRewards(scenario, strike),

@@ -58,10 +58,13 @@ class Measures:
 class Watch:
     """The trace ends with the record that broke a rule: what comes later is not kept.
 
-    ``open_groups`` are those that were let in and have not ended. ``stop`` is set at a violation.
+    ``open_groups`` are those that were let in and have not ended. ``stop`` is set at a violation; with
+    ``only``, at one of these rules, and ``passed_over`` counts those of others.
     """
 
     records: list[Record]
+    only: frozenset[str] | None = None
+    passed_over: dict[str, int] = field(default_factory=dict)
     checker: Checker = field(default_factory=Checker)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     violation: Violation | None = None
@@ -77,8 +80,14 @@ class Watch:
         self.records.append(record)
         found = self.checker.feed(record)
         self._note(record)
-        if found:
-            self.break_off(found[0])
+        for violation in found:
+            self.judge(violation)
+
+    def judge(self, violation: Violation) -> None:
+        if self.only is None or violation.rule in self.only:
+            self.break_off(violation)
+        else:
+            self.passed_over[violation.rule] = self.passed_over.get(violation.rule, 0) + 1
 
     def break_off(self, violation: Violation) -> None:
         if self.violation is None:

@@ -32,7 +32,8 @@ from grpo_lab.sim.greenlet_bridge import GreenletBridge, spawn_blocking
 from grpo_lab.sim.life import Life
 from grpo_lab.sim.light_trainer import LIMITS, SHAPES, CheckpointStore, CoordinatorType, LightTrainer
 from grpo_lab.sim.light_worker import LightWorker
-from grpo_lab.sim.network import ABILITIES, Network, SimulatedEngine, SimulatedTransport
+from grpo_lab.sim.network import Network, SimulatedEngine, SimulatedTransport
+from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import TRAINER, WORKER, Scenario
 from grpo_lab.sim.simulation import SimContext, SimResult, run_simulation
 from grpo_lab.sim.tape import Tape
@@ -69,11 +70,15 @@ def simulate(
     tape: Tape | None = None,
     *,
     coordinator: CoordinatorType = Coordinator,
+    parts: Parts | None = None,
+    only: frozenset[str] | None = None,
     records: list[Record] | None = None,
 ) -> SimResult[Outcome]:
     """Runs the scenario to its last optimizer step, every record checked as it is written.
 
-    ``records`` may be given to see the trace of a run that raised; it ends with the violation.
+    ``parts`` gives other classes for any part of the cluster (and its own coordinator); ``only`` names the
+    rules that stop the run, where others are to be passed over. ``records`` may be given to see the trace
+    of a run that raised; it ends with the violation.
 
     Raises:
         InvariantViolation: the first one, with the record's place as its last event id; rule
@@ -81,10 +86,11 @@ def simulate(
         SimulationError: a deadlock, a livelock, an escape.
     """
     records = [] if records is None else records
-    watch = Watch(records)
+    watch = Watch(records, only=only)
+    parts = Parts(coordinator=coordinator) if parts is None else parts
 
     async def main(context: SimContext) -> Outcome:
-        return await _watched(World(context, scenario, watch, coordinator), watch)
+        return await _watched(World(context, scenario, watch, parts), watch)
 
     result: SimResult[Outcome] | None = None
     try:
@@ -135,13 +141,11 @@ async def _watched(world: World, watch: Watch) -> Outcome:
 class World:
     """Everything of one simulation. Actors: ``run`` (the supervisor), engines, ``worker``, ``trainer``."""
 
-    def __init__(
-        self, context: SimContext, scenario: Scenario, watch: Watch, coordinator: CoordinatorType
-    ) -> None:
+    def __init__(self, context: SimContext, scenario: Scenario, watch: Watch, parts: Parts) -> None:
         self.scenario = scenario
         self._context = context
         self._watch = watch
-        self._coordinator = coordinator
+        self._parts = parts
         self._run = WatchedRecorder("run", context.loop.time, watch)
         self._faults = Faults(scenario, self._run, context.loop.time)
         self._network = Network(scenario, self._faults, self._crash)
@@ -155,6 +159,9 @@ class World:
                 self._recorder(name),
                 self._run,
                 {SimulatedTransport.backend: self._receiver},
+                policy=parts.policy,
+                core=parts.core,
+                rl=parts.rl,
             )
             for name in scenario.engine_names
         }
@@ -172,7 +179,7 @@ class World:
         self._terms = 0
 
     async def run(self) -> Outcome:
-        self._run.emit(declaration(self.scenario))
+        self._run.emit(declaration(self.scenario, self._parts))
         for host in self._hosts.values():
             host.start()
         for recorder in (self._trainer_recorder, self._worker_recorder):
@@ -214,7 +221,7 @@ class World:
         self._worker = None
         self._killed.clear()
         self._down_s = 0.0
-        trainer = LightTrainer(
+        trainer = self._parts.trainer(
             self.scenario,
             self._context.loop,
             life,
@@ -222,7 +229,9 @@ class World:
             self._clients(life),
             self._make_transport,
             self._worker_factory,
-            self._coordinator,
+            self._parts.coordinator,
+            source=self._parts.source,
+            term=self._parts.term,
         )
         self._trainer_task = spawn_blocking(self._context.loop, trainer.run, name="trainer")
         self._trainer_task.add_done_callback(lambda _: self._killed.set())
@@ -274,10 +283,10 @@ class World:
         return WatchedRecorder(actor, lambda: loop.time() + skew_s, self._watch)
 
     def _clients(self, life: Life) -> list[SimulatedEngine]:
-        return [SimulatedEngine(host, life, self._network) for host in self._hosts.values()]
+        return [self._parts.client(host, life, self._network) for host in self._hosts.values()]
 
     def _make_transport(self) -> SimulatedTransport:
-        self._transport = SimulatedTransport(self._life, self._network, LIMITS.transfer_s)
+        self._transport = self._parts.transport(self._life, self._network, LIMITS.transfer_s)
         return self._transport
 
     def _receiver(self) -> InMemoryReceiver:
@@ -290,8 +299,15 @@ class World:
         def make(start: WorkerStart) -> RolloutWorkerProtocol:
             self._workers += 1
             life = Life(self._worker_recorder, self._workers)
-            self._worker = LightWorker(
-                self.scenario, start, self._clients(life), trainer, life, bridge, self._faults.strike
+            self._worker = self._parts.worker_actor(
+                self.scenario,
+                start,
+                self._clients(life),
+                trainer,
+                life,
+                bridge,
+                self._faults.strike,
+                self._parts.worker,
             )
             return self._worker
 
@@ -353,7 +369,7 @@ class World:
         check = self._watch.checker.finish()
         for rule in check.rules:
             for violation in rule.violations:
-                self._watch.break_off(violation)
+                self._watch.judge(violation)
         return Outcome(
             version=trainer.term.version,
             optimizer_steps=trainer.term.optimizer_step,
@@ -365,7 +381,7 @@ class World:
         )
 
 
-def declaration(scenario: Scenario) -> RunDeclared:
+def declaration(scenario: Scenario, parts: Parts) -> RunDeclared:
     """Every bound that the checker needs."""
     same = (
         "max_staleness",
@@ -398,5 +414,5 @@ def declaration(scenario: Scenario) -> RunDeclared:
             "heartbeat_stale_after_s": HEARTBEAT_STALE_S,
             "liveness_bound_s": LIVENESS_BOUND_S,
         },
-        capabilities={name: dataclasses.asdict(ABILITIES) for name in scenario.engine_names},
+        capabilities={name: dataclasses.asdict(parts.abilities) for name in scenario.engine_names},
     )
