@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from grpo_lab.errors import ConfigError, GrpoLabError, SyncError
 from grpo_lab.events import PhaseAgreed, StateChanged, SyncAborted, SyncBegan, SyncEnded, VersionCommitted
@@ -73,6 +74,10 @@ class Coordinator:
             mends (an exception that is not of ``grpo_lab.errors``; it is the cause).
     """
 
+    set_type: ClassVar[type[EngineSet]] = EngineSet
+    delivery_type: ClassVar[type[Delivery]] = Delivery
+    actions_type: ClassVar[type[EngineActions]] = EngineActions
+
     def __init__(
         self,
         engines: Sequence[Engine],
@@ -82,9 +87,11 @@ class Coordinator:
         recorder: Recorder,
         settings: SyncSettings,
     ) -> None:
-        self._set = EngineSet(engines, recorder, settings.min_engines)
-        self._delivery = Delivery(self._set, transport, source, recorder, settings.canary, settings.timeouts)
-        self._actions = EngineActions(self._set, self._delivery, settings.timeouts)
+        self._set = self.set_type(engines, recorder, settings.min_engines)
+        self._delivery = self.delivery_type(
+            self._set, transport, source, recorder, settings.canary, settings.timeouts
+        )
+        self._actions = self.actions_type(self._set, self._delivery, settings.timeouts)
         self._source = source
         self._ranks = ranks
         self._recorder = recorder

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from grpo_lab.errors import ConfigError, PhaseTimeout, RewardError, WorkerError
 from grpo_lab.events import AdmissionBlocked, GroupAdmitted, GroupDropped, GroupScored, Heartbeat
@@ -90,6 +91,8 @@ class RolloutWorker:
     (``blocked_by``). ``texts`` gives what people read in a table of samples: prompt and completions.
     """
 
+    requester_type: ClassVar[type[SampleRequester]] = SampleRequester
+
     def __init__(
         self,
         engines: Sequence[Engine],
@@ -104,7 +107,7 @@ class RolloutWorker:
         heartbeat: Callable[[int, str], None],
         texts: Texts | None = None,
     ) -> None:
-        self._requester = SampleRequester(engines, settings.request, recorder, version)
+        self._requester = self.requester_type(engines, settings.request, recorder, version)
         self._prompts = prompts
         self._rewards = rewards
         self._queue = queue

@@ -7,6 +7,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from grpo_lab.errors import GrpoLabError, SyncError, WorkerStalled
 from grpo_lab.events import StepPlanned, TermBegan, TrainerStarved, VersionAnnounced
@@ -49,6 +50,9 @@ class TrainingTerm:
     None: they take part in syncs only.
     """
 
+    cursor_type: ClassVar[type[PromptCursorLedger]] = PromptCursorLedger
+    buffer_type: ClassVar[type[GroupBuffer]] = GroupBuffer
+
     def __init__(
         self,
         lineage: Lineage,
@@ -70,8 +74,8 @@ class TrainingTerm:
         self._worker: RolloutWorkerProtocol | None = None
         self._fenced: tuple[str, ...] = ()
         self._steps_of: dict[int, int] = {}
-        self._cursor = PromptCursorLedger(lineage.cursor)
-        self._buffer = GroupBuffer(
+        self._cursor = self.cursor_type(lineage.cursor)
+        self._buffer = self.buffer_type(
             args.staleness_bound,
             recorder,
             self._cursor,
