@@ -8,6 +8,7 @@ from grpo_lab.check.liveness import LivenessRule
 from grpo_lab.check.progress_rules import PROGRESS_RULES
 from grpo_lab.check.rule import Context, Rule, on
 from grpo_lab.events import (
+    EngineAdmitted,
     EngineFenced,
     EnginePaused,
     EngineResumed,
@@ -266,7 +267,9 @@ class HeartbeatsProveProgress(LivenessRule):
 
 
 class NewEngineServes(LivenessRule):
-    """It is owed from the first commit after the engine's start, when there is a version to give it."""
+    """It is owed from the first commit after the engine's start, when there is a version to give it; not by one
+    that was fenced in this very run of its process.
+    """
 
     id = "L7"
     words = "a new or restarted engine holds committed weights and takes part, in time"
@@ -274,14 +277,30 @@ class NewEngineServes(LivenessRule):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._waiting: dict[str, str] = {}  # engines that have started and activated nothing yet
+        self._waiting: dict[str, str] = {}  # engines that have activated nothing since their start: its id
+        self._put_out: dict[str, str] = {}  # of those: fenced in that very run
 
     @on(MemberStarted)
     def started(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, MemberStarted)
         if event.role == "engine" and self.context.engine_can(event.member, "events"):
-            self._waiting[event.member] = record.id
+            self._waiting[event.member] = event.start
+
+    @on(EngineFenced)
+    def fenced(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, EngineFenced)
+        if event.start and self._waiting.get(event.engine) == event.start:
+            self._put_out[event.engine] = self._waiting.pop(event.engine)
+            self.waive(lambda key: key == event.engine, record)
+
+    @on(EngineAdmitted)
+    def taken_in(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, EngineAdmitted)
+        if self._put_out.pop(event.engine, None) == event.start:
+            self._waiting[event.engine] = event.start
 
     @on(VersionCommitted)
     def committed(self, record: Record) -> None:
@@ -303,6 +322,7 @@ class NewEngineServes(LivenessRule):
         event = record.event
         assert isinstance(event, MemberDied | MemberStopped)
         self._waiting.pop(event.member, None)
+        self._put_out.pop(event.member, None)
         self.waive(lambda key: key == event.member, record)
 
 

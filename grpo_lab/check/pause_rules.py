@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpo_lab.check.rule import Context, Rule, on
 from grpo_lab.events import (
     EngineAcknowledged,
+    EngineAdmitted,
     EngineFenced,
     EnginePaused,
     EngineResumed,
@@ -223,6 +224,12 @@ class PausesEnd(Rule):
         assert isinstance(event, EngineFenced)
         self._fenced.add(event.engine)
         self._end(event.engine)
+
+    @on(EngineAdmitted)
+    def taken_in(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, EngineAdmitted)
+        self._fenced.discard(event.engine)
 
     @on(MemberDied, MemberStarted)
     def emptied(self, record: Record) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpo_lab.check.naming import Identity, Weights, sync_name, weights_name
 from grpo_lab.check.rule import Context, Rule, on
 from grpo_lab.events import (
+    EngineAdmitted,
     EngineFenced,
     EngineProved,
     EngineResumed,
@@ -31,8 +32,11 @@ _AT_REST = ("running", "fenced", "disconnected")  # coordinator states outside a
 
 class CommitNeedsTheView(Rule):
     """A commit names the members of the current view; each has loaded the version (as its own events say,
-    where it has any) and proved it. An engine that is not named serves nothing until it restarts. Where no
-    proof is ever told of, an engine that was not declared (another trainer's log) cannot be judged.
+    where it has any) and proved it, in that run of its process that the coordinator took in: nobody can know
+    that an engine dies and restarts after its proof. An engine that is not named serves nothing until it
+    restarts, and a fenced one is taken in again only after that, or when it never held anything.
+
+    Where no proof is ever told of, an engine that was not declared (another trainer's log) cannot be judged.
     """
 
     id = "S11"
@@ -44,7 +48,9 @@ class CommitNeedsTheView(Rule):
         self._loaded: dict[str, tuple[Weights, str]] = {}
         self._proved: dict[str, tuple[Weights, str, str]] = {}  # engine -> weights, outcome, event
         self._outside: dict[str, str] = {}  # engine that was once in a view -> commit that left it out
-        self._fenced: dict[str, str] = {}
+        self._fenced: dict[str, tuple[str, str]] = {}  # engine -> start id, event
+        self._starts: dict[str, str] = {}  # engine -> start id of the run that was taken in
+        self._filled: set[str] = set()  # engines that were proved of something in that run
         self._met: set[str] = set()
         self._proofs_told = False
 
@@ -58,6 +64,7 @@ class CommitNeedsTheView(Rule):
     @on(TermBegan)
     def term_began(self, record: Record) -> None:
         self._met.clear()  # the new term's full sync takes in again who was fenced or left out
+        self._starts.clear()
         self._fenced.clear()
         self._outside.clear()
 
@@ -78,6 +85,7 @@ class CommitNeedsTheView(Rule):
         event = record.event
         assert isinstance(event, EngineProved)
         self._proofs_told = True
+        self._filled.add(event.engine)
         self._proved[event.engine] = ((event.term, event.version), event.outcome, record.id)
 
     @on(VersionCommitted)
@@ -103,14 +111,35 @@ class CommitNeedsTheView(Rule):
     def fenced(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineFenced)
-        self._fenced[event.engine] = record.id
+        self._fenced[event.engine] = (event.start, record.id)
+
+    @on(EngineAdmitted)
+    def taken_in(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, EngineAdmitted)
+        engine = event.engine
+        fenced = self._fenced.pop(engine, None)
+        if fenced is not None:
+            self.count()
+            start, proof = fenced
+            if start == event.start and engine in self._filled:
+                self.violate(
+                    f"{engine} was taken in again although it has not restarted since it was fenced",
+                    record,
+                    proof,
+                )
+        if self._starts.get(engine) != event.start:
+            self._loaded.pop(engine, None)
+            self._proved.pop(engine, None)
+            self._filled.discard(engine)
+        self._starts[engine] = event.start
 
     @on(EngineResumed)
     def resumed(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineResumed)
-        proof = self._fenced.get(event.engine)
-        if proof is not None:
+        _, proof = self._fenced.get(event.engine, ("", ""))
+        if proof:
             self.count()
             self.violate(f"{event.engine} was resumed although it had been fenced", record, proof)
         else:
@@ -127,7 +156,7 @@ class CommitNeedsTheView(Rule):
     def emptied(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, (MemberDied, MemberStarted))
-        if isinstance(event, MemberStarted):  # nobody can know that one died between its proof and the commit
+        if isinstance(event, MemberStarted) and event.member not in self._starts:
             self._loaded.pop(event.member, None)
             self._proved.pop(event.member, None)
         self._fenced.pop(event.member, None)
@@ -300,6 +329,12 @@ class AbortLeavesPreviousVersion(Rule):
         assert isinstance(event, EngineFenced)
         self._fenced.add(event.engine)
         self._to_judge.discard(event.engine)
+
+    @on(EngineAdmitted)
+    def taken_in(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, EngineAdmitted)
+        self._fenced.discard(event.engine)
 
     @on(MemberDied, MemberStarted)
     def emptied(self, record: Record) -> None:

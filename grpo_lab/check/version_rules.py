@@ -9,6 +9,7 @@ from grpo_lab.check.sync_rules import SYNC_RULES
 from grpo_lab.check.term_rules import TERM_RULES
 from grpo_lab.check.weights_rules import WEIGHTS_RULES
 from grpo_lab.events import (
+    EngineAdmitted,
     EngineFenced,
     EnginePaused,
     EngineProved,
@@ -302,6 +303,12 @@ class LoadedPublishedCommitted(Rule):
         event = record.event
         assert isinstance(event, EngineFenced)
         self._fenced.add(event.engine)
+
+    @on(EngineAdmitted)
+    def taken_in(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, EngineAdmitted)
+        self._fenced.discard(event.engine)
 
     @on(MemberDied, MemberStarted)
     def emptied(self, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -66,6 +67,7 @@ def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
     if unknown:
         raise ConfigError("transports", sorted(unknown), f"some of {', '.join(RECEIVERS)}")
     names = config.transports or tuple(RECEIVERS)
+    start_id = uuid.uuid4().hex[:16]
     policy = TorchPolicy(
         config.model,
         num_blocks=config.kv_blocks,
@@ -75,7 +77,7 @@ def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
     text = Text(config.model)
     core = EngineCore(
         policy,
-        recorder_of(config, stack),
+        recorder_of(config, stack, start_id),
         EngineConfig(
             name=config.name,
             max_num_seqs=config.max_num_seqs,
@@ -83,6 +85,7 @@ def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
             seed=config.seed,
             prefix_policy="versioned" if config.prefix_cache == "off" else config.prefix_cache,
             prefix_caching=config.prefix_cache != "off",
+            start_id=start_id,
         ),
         runner=ThreadRunner(f"{config.name}-step"),
         decode=text.decode,
@@ -98,7 +101,7 @@ def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
     )
 
 
-def recorder_of(config: ServeConfig, stack: ExitStack) -> Recorder:
+def recorder_of(config: ServeConfig, stack: ExitStack, start_id: str = "") -> Recorder:
     """Where the engine's part of the trace goes; that it starts is the first thing there."""
     if config.events is None:
         return NullRecorder(config.name)  # a server without --events must not grow
@@ -108,7 +111,9 @@ def recorder_of(config: ServeConfig, stack: ExitStack) -> Recorder:
         recorder = stack.enter_context(FileRecorder(config.name, config.events, clock))
     except OSError as error:
         raise ConfigError("events", str(config.events), f"a directory to write to ({error})") from error
-    recorder.emit(MemberStarted(member=config.name, role="engine", incarnation=started_before + 1))
+    recorder.emit(
+        MemberStarted(member=config.name, role="engine", incarnation=started_before + 1, start=start_id)
+    )
     return recorder
 
 

@@ -169,7 +169,9 @@ class RlRoutes:
         return answer({"success": True})
 
     async def capabilities(self, http: HttpRequest) -> Response:
-        return answer({**dataclasses.asdict(CAPABILITIES), "seen_term": self._core.term})
+        start_id = self._core.config.start_id
+        known = {**dataclasses.asdict(CAPABILITIES), "seen_term": self._core.term, "start_id": start_id}
+        return answer(known)
 
     async def score(self, http: HttpRequest) -> Response:
         fields = await read_body(http)

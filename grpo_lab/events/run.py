@@ -62,12 +62,14 @@ class Reached(Event):
 class MemberStarted(Event):
     """A process or actor began; ``incarnation`` counts its starts from 1.
 
-    It holds nothing that an earlier incarnation held: an engine has no active weights.
+    It holds nothing that an earlier incarnation held: an engine has no active weights. ``start`` is how an
+    engine names this run of its process to those who ask it.
     """
 
     member: str
     role: str
     incarnation: int = 1
+    start: str = ""
 
 
 @event

@@ -191,13 +191,26 @@ class SyncEnded(Event):
 
 
 @event
+class EngineAdmitted(Event):
+    """The coordinator takes the engine into its view, as the run of its process that ``start`` names ("" where
+    the engine cannot say). Whatever an earlier run had loaded or proved counts no more.
+    """
+
+    engine: str
+    start: str = ""
+    term: int = 0
+    version: int = 0
+
+
+@event
 class EngineFenced(Event):
-    """Out of service until it restarts and takes a full sync."""
+    """Out of service until it restarts and takes a full sync. ``start``: as in ``EngineAdmitted``."""
 
     engine: str
     reason: str
     term: int = 0
     version: int = 0
+    start: str = ""
 
 
 @event

@@ -91,7 +91,9 @@ class Coordinator:
         self._delivery = self.delivery_type(
             self._set, transport, source, recorder, settings.canary, settings.timeouts
         )
-        self._actions = self.actions_type(self._set, self._delivery, settings.timeouts)
+        self._actions = self.actions_type(
+            self._set, self._delivery, settings.timeouts, settings.pause_mode, settings.clear_cache
+        )
         self._source = source
         self._ranks = ranks
         self._recorder = recorder
@@ -100,7 +102,9 @@ class Coordinator:
         self._sync = SyncId(0, 0, 0)
         self._times = PhaseTimes(lambda: 0.0)
         self._moved = False
+        self._beginning = False
         self._broken: GrpoLabError | None = None
+        self._why = ""
         self._optimizer_step = 0
         self.state = SyncState.DISCONNECTED
         self.committed = 0
@@ -130,13 +134,17 @@ class Coordinator:
 
     async def pause(self, optimizer_step: int = 0) -> None:
         """First step: no engine of the view generates any more (or the sync is going to be aborted)."""
-        if self.state is not SyncState.RUNNING:
+        if self.state is not SyncState.RUNNING or self._beginning:
             raise SyncError(f"sync in state {self.state.value}: connect first, and one sync at a time")
         self._times = PhaseTimes(asyncio.get_running_loop().time)
         self._moved = False
         self._broken = None
         self._optimizer_step = optimizer_step
-        await self._begin()
+        self._beginning = True
+        try:
+            await self._begin()
+        finally:
+            self._beginning = False
         async with self._released_on_error():
             await self._pause()
 
@@ -185,7 +193,9 @@ class Coordinator:
         version = self.committed + 1
         used = self._sync.attempt if self._sync.version == version else 0
         self._sync = SyncId(self._sync.term, version, used + 1)
-        await self._require_agreement("begin", await self._failure_of(self._delivery.begin_version()))
+        failure = await self._led(self._actions.look)
+        failure = await self._failure_of(self._delivery.begin_version()) or failure
+        await self._require_agreement("begin", failure)
         if self.is_sender:
             self._recorder.emit(
                 SyncBegan(
@@ -202,19 +212,18 @@ class Coordinator:
 
     async def _pause(self) -> None:
         self._enter(SyncState.PAUSING)
-        mode, clear_cache = self._settings.pause_mode, self._settings.clear_cache
         with self._times.measure("pause"):
-            failure = await self._led(lambda sync: self._actions.pause(mode, clear_cache, sync))
+            failure = await self._led(self._actions.pause)
         if await self._agree("pause", failure):
             self._enter(SyncState.PAUSED)
         else:
-            self._emit_aborted(f"pause: {failure or 'another rank failed'}", final=True)
+            self._why = f"pause: {failure or 'another rank failed'}"
 
     async def _transfer(self) -> bool:
         """Attempts, always the same weights, until the whole view has proved them or none is left."""
         failure = await self._led(self._actions.join)
         if not await self._agree("join", failure):
-            self._emit_aborted(f"join: {failure or 'another rank failed'}", final=True)
+            self._why = f"join: {failure or 'another rank failed'}"
             return False
         first = self._sync.attempt
         for attempt in range(first, first + self._settings.attempts):
@@ -225,7 +234,8 @@ class Coordinator:
                 self._enter(SyncState.LOADED)
                 return True
             last = attempt == first + self._settings.attempts - 1
-            self._emit_aborted(str(failure or "another rank failed"), final=last)
+            self._why = str(failure or "another rank failed")
+            self._emit_aborted(self._why, final=False)
             self._enter(SyncState.PAUSED)
             if last or not await self._agree("retry", await self._prepare_retry()):
                 break
@@ -255,6 +265,7 @@ class Coordinator:
     def _commit(self) -> None:
         self.committed = self._sync.version
         self._moved = True
+        self._set.newcomers.clear()
         if self.is_sender:
             self._recorder.emit(
                 VersionCommitted(
@@ -269,6 +280,7 @@ class Coordinator:
 
     async def _abort(self) -> None:
         """Back to the previous version."""
+        self._emit_aborted(self._why, final=True)
         self._enter(SyncState.ABORTING)
         failure = await self._led(lambda sync: self._actions.return_to_previous("aborted", sync))
         await self._require_agreement("abort", self._broken or failure)

@@ -71,6 +71,10 @@ class Delivery:
         """
         return self._joined == self._set.names
 
+    def forget_members(self) -> None:
+        """Some engine restarted, and is in the transfer no more."""
+        self._joined = ()
+
     async def handshake(self, sync: SyncId) -> dict[str, GrpoLabError]:
         """Opens the transport and joins every engine of the view to it; returns the failures by engine.
 

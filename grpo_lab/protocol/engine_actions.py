@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from grpo_lab.errors import EngineUnreachable, GrpoLabError, SyncError
 from grpo_lab.ports import Engine
@@ -22,10 +23,19 @@ class EngineActions:
     enough are left decides if the phase has failed.
     """
 
-    def __init__(self, engines: EngineSet, delivery: Delivery, timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        engines: EngineSet,
+        delivery: Delivery,
+        timeouts: Timeouts,
+        pause_mode: PauseMode,
+        clear_cache: bool,
+    ) -> None:
         self._set = engines
         self._delivery = delivery
         self._limits = timeouts
+        self._pause_mode: PauseMode = pause_mode
+        self._clear_cache = clear_cache
 
     async def connect(self, sync: SyncId) -> None:
         """Waits for the engines and joins them to the transfer."""
@@ -35,17 +45,23 @@ class EngineActions:
         for name, error in failures.items():
             self._set.fence(name, f"not healthy within {limit_s:g} s: {error}", sync)
         self._set.require_enough()
+        await self._set.meet(self._limits.look_s, sync)
         _raise_first(await self._delivery.handshake(sync))
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, sync: SyncId) -> None:
+    async def look(self, sync: SyncId) -> None:
+        """Takes in who has restarted, or is new: before a sync, of all engines."""
+        if await self._set.look(self._set.all, self._limits.look_s, sync):
+            self._delivery.forget_members()
+
+    async def pause(self, sync: SyncId) -> None:
         """Raises the first failure of an engine that lives: it may be generating still."""
-        failures = await self._set.each(
-            "pause", lambda engine: engine.pause(mode, clear_cache, sync.term), self._limits.pause_s, sync
-        )
+        failures = await self._pause(self._set.view, sync)
         if failures:
             await self._set.fence_dead(tuple(failures), self._limits.resume_s, sync)
             for name, error in failures.items():
-                if name not in self._set.fenced:
+                if name in self._set.newcomers:  # nobody sends it anything
+                    self._set.fence(name, f"could not be paused: {error}", sync)
+                elif name not in self._set.fenced:
                     raise error
         self._set.require_enough()
 
@@ -69,6 +85,29 @@ class EngineActions:
                 self._set.fence(name, f"could not join the transfer: {error}", sync)
             failures = await self._delivery.handshake(sync)
         _raise_first(failures)
+        await self._pause_restarted(sync)
+
+    async def _pause_restarted(self, sync: SyncId) -> None:
+        """Who has restarted since the pause generates, once it has loaded, before the commit.
+
+        After joining, not before: who restarts later has left the transfer, and cannot load.
+        """
+        restarted = await self._set.look(self._set.view, self._limits.look_s, sync)
+        for name, error in (await self._pause(restarted, sync)).items():
+            self._set.fence(name, f"restarted, and could not be paused: {error}", sync)
+        if not self._delivery.is_joined:
+            raise SyncError(f"{sync}: an engine that had joined could not be paused")
+
+    async def _pause(self, members: Sequence[Engine], sync: SyncId) -> dict[str, GrpoLabError]:
+        mode, clear_cache, term = self._pause_mode, self._clear_cache, sync.term
+
+        async def pause(engine: Engine) -> None:
+            limit_s = self._limits.pause_s
+            await self._set.one(
+                "pause", lambda one: one.pause(mode, clear_cache, term), engine, limit_s, sync
+            )
+
+        return await self._set.failures_of(members, pause)
 
     def _fence_repeaters(self, sync: SyncId) -> None:
         """One engine that fails attempt after attempt must not keep the others from the new version."""
@@ -88,6 +127,7 @@ class EngineActions:
 
     async def return_to_previous(self, why: str, sync: SyncId) -> None:
         """What is staged is dropped, who may hold the new version is fenced."""
+        self._set.fence_newcomers(f"{sync} {why}: no weights yet", sync, self._delivery.loaded)
         if not self._delivery.started:
             return
         self._delivery.started = False
@@ -107,7 +147,7 @@ class EngineActions:
         )
         for name, error in failures.items():
             self._set.fence(name, f"could not be resumed: {error}", sync)
-        self._set.require_enough()
+        self._set.require_enough(soon=True)
 
 
 def _raise_first(failures: dict[str, GrpoLabError]) -> None:

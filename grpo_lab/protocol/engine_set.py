@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from grpo_lab.errors import EngineRefused, GrpoLabError, SyncError
-from grpo_lab.events import EngineAcknowledged, EngineFailed, EngineFenced, ViewChanged
+from grpo_lab.events import EngineAcknowledged, EngineAdmitted, EngineFailed, EngineFenced, ViewChanged
 from grpo_lab.ports import Engine, Recorder
 from grpo_lab.protocol.timeouts import bounded
 from grpo_lab.types import SyncId
@@ -18,8 +18,9 @@ EngineCall = Callable[[Engine], Awaitable[Any]]
 class EngineSet:
     """The *view* is the set of engines that must prove the next version; a fenced one has left it.
 
-    FENCED is for good until the engine restarts and takes a full sync, so a member never comes back
-    to a view under the same incarnation.
+    FENCED is left only by a restart and a full sync: ``look`` admits an engine that says another start id
+    than the one it was fenced under, that was never met before, or that holds nothing that could be wrong.
+    ``newcomers`` were admitted that way and hold no committed weights yet.
     """
 
     def __init__(self, engines: Sequence[Engine], recorder: Recorder, min_engines: int) -> None:
@@ -31,6 +32,14 @@ class EngineSet:
         self._min_engines = min_engines
         self.view_number = 0
         self.fenced: dict[str, str] = {}
+        self.newcomers: list[str] = []
+        self._starts: dict[str, str] = {}  # start ids of the engines that were met
+        self._blank: set[str] = set()  # fenced engines that hold nothing
+
+    @property
+    def all(self) -> tuple[Engine, ...]:
+        """Also those that are fenced."""
+        return tuple(self._engines.values())
 
     @property
     def view(self) -> tuple[Engine, ...]:
@@ -50,17 +59,62 @@ class EngineSet:
         if name in self.fenced:
             return
         self.fenced[name] = reason
+        if name in self.newcomers:
+            self.newcomers.remove(name)
+        start = self._starts.get(name, "")
         self._recorder.emit(
-            EngineFenced(engine=name, reason=reason[:500], term=sync.term, version=sync.version)
+            EngineFenced(engine=name, reason=reason[:500], term=sync.term, version=sync.version, start=start)
         )
         self.declare_view()
+
+    def fence_newcomers(self, reason: str, sync: SyncId, uncertain: Collection[str]) -> None:
+        """They were to get their first weights from a sync that ends without a commit. The next one takes
+        them in again, apart from those that are ``uncertain``: the others hold nothing.
+        """
+        for name in tuple(self.newcomers):
+            self.fence(name, reason, sync)
+            if name not in uncertain:
+                self._blank.add(name)
+
+    async def look(self, members: Sequence[Engine], limit_s: float, sync: SyncId) -> tuple[Engine, ...]:
+        """Asks which start of its process each is; admits and returns those that hold nothing any more."""
+        answers = await asyncio.gather(*(_start_of(engine, limit_s) for engine in members))
+        found = []
+        for engine, start in zip(members, answers, strict=True):
+            if start is not None and self._is_new(engine.name, start):
+                found.append(engine)
+                if engine.name not in self.newcomers:
+                    self.newcomers.append(engine.name)
+                self._admit(engine.name, start, sync)
+        return tuple(found)
+
+    async def meet(self, limit_s: float, sync: SyncId) -> None:
+        """The first look at the engines of the view."""
+        answers = await asyncio.gather(*(_start_of(engine, limit_s) for engine in self.view))
+        for name, start in zip(self.names, answers, strict=True):
+            if start is not None:
+                self._admit(name, start, sync)
+
+    def _is_new(self, name: str, start: str) -> bool:
+        known = self._starts.get(name)
+        return name in self._blank or known is None or start not in ("", known)
+
+    def _admit(self, name: str, start: str, sync: SyncId) -> None:
+        self._starts[name] = start
+        self._blank.discard(name)
+        self._recorder.emit(EngineAdmitted(engine=name, start=start, term=sync.term, version=sync.version))
+        if self.fenced.pop(name, None) is not None:
+            self.declare_view()
 
     def enough_without(self, names: Sequence[str]) -> bool:
         return len([name for name in self.names if name not in names]) >= self._min_engines
 
-    def require_enough(self) -> None:
-        """Raises ``SyncError`` when fewer than ``min_engines`` are left, with why each was lost."""
-        if len(self.view) < self._min_engines:
+    def require_enough(self, *, soon: bool = False) -> None:
+        """Raises ``SyncError`` when fewer than ``min_engines`` are left, with why each was lost.
+
+        ``soon``: engines count too that only wait for the next sync.
+        """
+        if len(self.view) + (len(self._blank) if soon else 0) < self._min_engines:
             lost = "; ".join(f"{name}: {reason}" for name, reason in self.fenced.items())
             raise SyncError(
                 f"{len(self.view)} engines are left, min_engines is {self._min_engines}. Lost: {lost}"
@@ -119,3 +173,11 @@ class EngineSet:
 
 async def _health(engine: Engine) -> None:
     await engine.health()
+
+
+async def _start_of(engine: Engine, limit_s: float) -> str | None:
+    """None when it does not answer."""
+    try:
+        return await bounded(engine.start_id(), limit_s, f"start id of {engine.name}")
+    except GrpoLabError:
+        return None

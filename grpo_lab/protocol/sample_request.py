@@ -75,6 +75,7 @@ class SampleRequester:
         self._recorder = recorder
         self._avoid_until_s = {engine.name: 0.0 for engine in engines}
         self._fenced: set[str] = set()
+        self._fencings = dict.fromkeys(self._avoid_until_s, 0)  # how often each was put out of service
         self._asking: dict[str, dict[str, asyncio.Timeout]] = {engine.name: {} for engine in engines}
         self._version = version
         self._news = asyncio.Event()
@@ -91,14 +92,17 @@ class SampleRequester:
         self._news.set()
 
     def fence(self, names: Iterable[str]) -> None:
-        """These engines are out of service: they get no request any more, and what they have is asked for
-        elsewhere. Names that are not known, or were told before, are ignored.
+        """Exactly these engines are out of service: they get no request, and what they have is asked for
+        elsewhere. Others that were, have come back. Names that are not known are ignored.
         """
-        for name in names:
-            if name in self._asking and name not in self._fenced:
-                self._fenced.add(name)
-                for scope in self._asking[name].values():
+        before, self._fenced = self._fenced, {name for name in names if name in self._asking}
+        for name, requests in self._asking.items():
+            if name in self._fenced and name not in before:
+                self._fencings[name] += 1
+                for scope in requests.values():
                     scope.reschedule(asyncio.get_running_loop().time())
+            elif name in before and name not in self._fenced:
+                self._avoid_until_s[name] = 0.0
         self._news.set()
 
     async def sample(
@@ -144,15 +148,17 @@ class SampleRequester:
     async def _committed(self, part: Completion, engine: Engine) -> None:
         """Returns when no token of ``part`` is provisional. Raises ``SampleLost``."""
         newest = max((span.version for span in part.spans), default=0)
+        fencings = self._fencings[engine.name]
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 while newest > self._version:
-                    if engine.name in self._fenced:
+                    self._news.clear()
+                    await self._news.wait()
+                    # First: the engine may have been fenced, and the version committed without it.
+                    if self._fencings[engine.name] != fencings:
                         raise SampleLost(
                             "canary_failed", f"version {newest} on {engine.name}, which is out of service"
                         )
-                    self._news.clear()
-                    await self._news.wait()
         except TimeoutError:
             limit_s = self._settings.timeout_s
             raise SampleLost(

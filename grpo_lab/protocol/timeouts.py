@@ -33,6 +33,7 @@ class Timeouts:
         transfer_s: coordinator, for the first gather, for start, and until the last engine has received
             [sync_timeout].
         finish_s: coordinator, until the engine has loaded [sync_timeout].
+        look_s: coordinator, for the question whether an engine has restarted.
         resume_s: coordinator, for a resume or another short call: health, weight_info, abandon.
         score_s: every rank, for a canary.
         close_s: coordinator, until the transport is closed.
@@ -43,6 +44,7 @@ class Timeouts:
     pause_s: float = 60.0
     transfer_s: float = 120.0
     finish_s: float = 60.0
+    look_s: float = 2.0
     resume_s: float = 30.0
     score_s: float = 30.0
     close_s: float = 10.0
@@ -60,8 +62,10 @@ class Timeouts:
 
     @property
     def join_s(self) -> float:
-        """Closing the transport, and two rounds of opening it and joining everybody."""
-        return self.close_s + 4 * self.handshake_s
+        """Closing the transport, two rounds of opening it and joining everybody, and the pause of who has
+        restarted.
+        """
+        return self.close_s + 4 * self.handshake_s + self.look_s + self.pause_s
 
     @property
     def attempt_s(self) -> float:
@@ -81,22 +85,21 @@ class Timeouts:
     @property
     def agree_s(self) -> float:
         """Every rank, until all ranks have reported a phase: the longest one, and some."""
-        phases = (self.connect_s + self.join_s, self.pause_phase_s, self.resume_s + self.join_s)
+        phases = (self.connect_s + self.look_s + self.join_s, self.pause_phase_s, self.resume_s + self.join_s)
         return max(*phases, self.attempt_s, self.probation_s) + AGREE_MARGIN_S
 
     @property
     def connect_phase_s(self) -> float:
         """The trainer, for a whole connect: finding the engines, agreeing, waiting for health, joining."""
-        return 2 * self.connect_s + self.join_s + 2 * self.agree_s
+        return 2 * self.connect_s + self.look_s + self.join_s + 2 * self.agree_s
 
     def sync_s(self, attempts: int) -> float:
         """The trainer, for a whole sync on its worst path: every attempt fails at its last moment, then
         the way back, and a rank that does not answer.
         """
         tries = self.join_s + attempts * (self.attempt_s + self.resume_s + self.join_s)
-        return (
-            self.score_s + self.pause_phase_s + tries + self.probation_s + 2 * self.release_s + self.agree_s
-        )
+        begin_s = self.look_s + self.score_s
+        return begin_s + self.pause_phase_s + tries + self.probation_s + 2 * self.release_s + self.agree_s
 
     @property
     def shutdown_s(self) -> float:

@@ -129,7 +129,10 @@ class EngineHost:
 
     def start(self) -> None:
         self._starts += 1
-        self._supervisor.emit(MemberStarted(member=self.name, role="engine", incarnation=self._starts))
+        start_id = f"start-{self._starts}"
+        self._supervisor.emit(
+            MemberStarted(member=self.name, role="engine", incarnation=self._starts, start=start_id)
+        )
         self._recorder.observe(self._supervisor.last_id)
         life = Life(self._recorder, self._starts)
         policy_type, core_type, rl_type = self._types
@@ -139,6 +142,7 @@ class EngineHost:
             max_num_seqs=self._scenario.slots,
             max_batched_tokens=256,
             seed=self._scenario.seed,
+            start_id=start_id,
         )
         core = core_type(policy, life, config, latency=self._step_latency(life))
         core.start()

@@ -89,6 +89,13 @@ class SimulatedEngine:
 
         await self._call("health", serve)
 
+    async def start_id(self) -> str:
+        async def serve(at: Incarnation) -> str:
+            at.core.check_alive()
+            return at.core.config.start_id
+
+        return await self._call("start_id", serve)
+
     async def world_size(self) -> int:
         return 1
 

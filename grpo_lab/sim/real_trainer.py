@@ -114,7 +114,7 @@ def _worker(
     world: TrainerWorld, start: WorkerStart, trainer: AsyncGRPOTrainer, recorder: Recorder
 ) -> WorkerActor:
     args = trainer.args
-    engines = world.engines.clients(recorder, without=start.fenced)
+    engines = world.engines.clients(recorder)
     rewards = RewardFunctions(
         trainer.rewards.functions,
         trainer.processing_class,
@@ -132,7 +132,7 @@ def _worker(
     )
 
     def make(queue: SampleQueue, heartbeat: Heartbeat) -> RolloutWorker:
-        return RolloutWorker(
+        worker = RolloutWorker(
             engines,
             prompts,
             rewards,
@@ -144,10 +144,13 @@ def _worker(
             heartbeat=heartbeat,
             texts=rewards.texts,
         )
+        worker.fence_engines(start.fenced)
+        return worker
 
     async def connect() -> None:
         for engine in engines:
-            await engine.discover()
+            if engine.name not in start.fenced:
+                await engine.discover()
 
     return WorkerActor(
         world.context.loop,

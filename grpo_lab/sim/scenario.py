@@ -47,6 +47,7 @@ ENGINE_FAULTS = (
 CRASHES = ("crash_before", "crash_after")  # of the target; it starts again after duration_s
 ENGINE_CALLS = (
     "health",
+    "start_id",
     "pause",
     "resume",
     "init_transfer",

@@ -91,17 +91,17 @@ class TorchEngines:
     ) -> None:
         await self._stack.aclose()
 
-    def clients(self, recorder: Recorder, without: Sequence[str] = ()) -> tuple[VllmHttpEngine, ...]:
-        """A client of each engine but those named; their capabilities are still to be discovered."""
+    def clients(self, recorder: Recorder) -> tuple[VllmHttpEngine, ...]:
+        """A client of each engine; its capabilities are still to be discovered."""
         return tuple(
             VllmHttpEngine(
                 name,
                 f"http://{name}",
                 recorder,
                 transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+                discover_on_use=True,
             )
             for name, app in self._apps.items()
-            if name not in without
         )
 
     async def connect(self, recorder: Recorder) -> tuple[Engine, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from grpo_lab.check import Checker, Violation
 from grpo_lab.events import (
     AdmissionBlocked,
+    EngineAdmitted,
     EngineFenced,
     GroupAdmitted,
     GroupConsumed,
@@ -72,6 +73,7 @@ class Watch:
     measures: Measures = field(default_factory=Measures)
     marks: dict[str, int] = field(default_factory=dict)
     _requests: set[tuple[str, str]] = field(default_factory=set)
+    _left: set[str] = field(default_factory=set)
     _syncing: bool = False
 
     def see(self, record: Record) -> None:
@@ -171,7 +173,14 @@ def _committed(watch: Watch, event: VersionCommitted) -> None:
 
 
 def _fenced(watch: Watch, event: EngineFenced) -> None:
+    watch._left.add(event.engine)
     watch.mark("engine-fenced")
+
+
+def _admitted(watch: Watch, event: EngineAdmitted) -> None:
+    if event.engine in watch._left:
+        watch._left.discard(event.engine)
+        watch.mark("engine-taken-in-again")
 
 
 def _update_failed(watch: Watch, event: UpdateFailed) -> None:
@@ -190,6 +199,7 @@ def _started(watch: Watch, event: MemberStarted) -> None:
 
 
 def _term_began(watch: Watch, event: TermBegan) -> None:
+    watch._left.clear()
     if event.checkpoint:
         watch.mark("resumed-from-checkpoint")
     elif event.term > 1:
@@ -221,6 +231,7 @@ _NOTES: dict[type, Callable[..., None]] = {
     SyncEnded: _sync_ended,
     SyncAborted: _sync_aborted,
     VersionCommitted: _committed,
+    EngineAdmitted: _admitted,
     EngineFenced: _fenced,
     UpdateFailed: _update_failed,
     MemberDied: _died,

@@ -39,8 +39,9 @@ class RolloutWorkerProtocol(Protocol):
 
 
 class FencingWorker(Protocol):
-    """What a worker may offer besides: it is told which engines went out of service, before the version
-    that was committed without them. One that does not offer it finds out by its requests' time-outs.
+    """What a worker may offer besides: it is told which engines are out of service, before the version that
+    was committed without them. The others serve, also those that were named before: they have restarted, and
+    hold that version. A worker that does not offer it finds out by its requests' time-outs.
     """
 
     def fence_engines(self, names: Sequence[str]) -> None: ...

@@ -73,6 +73,7 @@ class TrainingTerm:
         self._named_tensors = named_tensors
         self._worker: RolloutWorkerProtocol | None = None
         self._fenced: tuple[str, ...] = ()
+        self._told: tuple[str, ...] = ()  # what the worker knows of them
         self._steps_of: dict[int, int] = {}
         self._cursor = self.cursor_type(lineage.cursor)
         self._buffer = self.buffer_type(
@@ -126,7 +127,7 @@ class TrainingTerm:
         if self.version == self.lineage.version:
             raise SyncError("the rollout worker must not start before the initial weight sync")
         start = WorkerStart(self.term, self.version, self.cursor, self._fenced)
-        self._worker = self._make_worker(start)
+        self._worker, self._told = self._make_worker(start), self._fenced
         self._worker.start()
 
     def sync(self) -> SyncOutcome:
@@ -135,8 +136,9 @@ class TrainingTerm:
         if self._worker is not None:
             self._recorder.emit(VersionAnnounced(term=self.term, version=self.version))
             fence = getattr(self._worker, "fence_engines", None)  # optional, see FencingWorker
-            if fence is not None and outcome.fenced:
+            if fence is not None and (outcome.fenced or self._told):
                 fence(outcome.fenced)
+                self._told = outcome.fenced
             self._worker.update_model_version(self.version)
         return outcome
 

@@ -30,6 +30,7 @@ from grpo_lab.types import (
 
 CAUSE_HEADER = "x-grpo-lab-cause"
 PLAN_HEADER = "x-grpo-lab-plan"
+PROCESS_START = "process_start_time_seconds"
 STOCK = EngineCapabilities()
 _NOT_FOUND = 404
 
@@ -63,7 +64,8 @@ class VllmHttpEngine:
     """One engine behind ``url``; implements ``grpo_lab.ports.Engine``.
 
     ``await discover()`` once before use: it reads the capabilities (a stock vLLM has none of the lab's
-    routes) and the served model's name. ``transport`` replaces the network, e.g. by
+    routes) and the served model's name. With ``discover_on_use`` the first ``generate`` does it, for one
+    that may not be there yet. ``transport`` replaces the network, e.g. by
     ``httpx.ASGITransport(app)``.
     """
 
@@ -75,6 +77,7 @@ class VllmHttpEngine:
         timeouts: HttpTimeouts | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         api_key: str | None = None,
+        discover_on_use: bool = False,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("engine url", url, "http://host:port")
@@ -84,6 +87,8 @@ class VllmHttpEngine:
         self._timeouts = timeouts or HttpTimeouts()
         self._capabilities = STOCK
         self._seen_term = 0
+        self._start_id = ""
+        self._discovered = not discover_on_use
         self._model = ""
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         # It has no cap on connections: requests held by a pause must not block the resume behind them.
@@ -119,13 +124,21 @@ class VllmHttpEngine:
             if error.status != _NOT_FOUND:
                 raise
             self._capabilities = EngineCapabilities(token_versions=await self._has_token_route())
+            self._start_id = await self._process_start()
         else:
             names = {item.name for item in dataclasses.fields(EngineCapabilities)}
             self._capabilities = EngineCapabilities(
                 **{key: bool(value) for key, value in known.items() if key in names}
             )
             self._seen_term = int(known.get("seen_term", 0))
+            self._start_id = str(known.get("start_id", ""))
+        self._discovered = True
         return self._capabilities
+
+    async def start_id(self) -> str:
+        """Discovers the engine anew: another process may have other abilities."""
+        await self.discover()
+        return self._start_id
 
     async def health(self) -> None:
         await self._send("GET", "/health", self._timeouts.answer_s)
@@ -192,6 +205,8 @@ class VllmHttpEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Token ids in and out; spans are empty where the engine does not report token versions."""
+        if not self._discovered:
+            await self.discover()
         headers = {"x-request-id": request.request_id, "x-grpo-lab-kind": request.kind}
         headers |= _term(request.term)
         with_versions = self._capabilities.token_versions
@@ -231,6 +246,15 @@ class VllmHttpEngine:
         await self._client.aclose()
 
     # --- inside ---------------------------------------------------------------------------------------
+
+    async def _process_start(self) -> str:
+        """Unix seconds, from the metrics that Prometheus' Python client gives of its process; "" without."""
+        try:
+            response = await self._send("GET", "/metrics", self._timeouts.answer_s)
+        except EngineRefused:
+            return ""
+        lines = response.text.splitlines()
+        return next((line.split()[1] for line in lines if line.startswith(f"{PROCESS_START} ")), "")
 
     async def _has_token_route(self) -> bool:
         """An empty body is a 400 where the route exists."""

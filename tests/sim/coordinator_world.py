@@ -85,6 +85,7 @@ class StagingEngine:
         self.recorder = context.recorder(name)
         self.faults: list[Fault] = []
         self.alive = True
+        self.starts = 1
         self.paused = False
         self.identity = "default"
         self.calls: list[str] = []
@@ -94,6 +95,13 @@ class StagingEngine:
         self.weights = {entry.name: torch.zeros(entry.shape) for entry in plan.tensors}
         self._staged: dict[str, torch.Tensor] | None = None
         self._receiver: Any = None
+
+    def restart(self) -> None:
+        """Another process: unpaused, out of the transfer, with weights from its disk."""
+        self.starts += 1
+        self.alive, self.paused, self.identity = True, False, "default"
+        self.weights = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
+        self._staged, self._receiver = None, None
 
     async def _enter(self, call: str) -> Fault | None:
         self.calls.append(call)
@@ -119,6 +127,10 @@ class StagingEngine:
 
     async def health(self) -> None:
         await self._enter("health")
+
+    async def start_id(self) -> str:
+        await self._enter("start_id")
+        return f"start-{self.starts}"
 
     async def world_size(self) -> int:
         return 1

@@ -18,6 +18,9 @@ class RunningServer:
     seen_term = 9
     capabilities = EngineCapabilities(staged=True, hashes=True, events=True)
 
+    async def start_id(self):
+        return "1"
+
     async def weight_info(self):
         return "t3.v7.a1"
 
