@@ -8,6 +8,7 @@
 #include "emulate.h"
 #include "hash.h"
 #include "packer.h"
+#include "watch.h"
 
 namespace py = pybind11;
 using namespace grpo;
@@ -53,35 +54,6 @@ struct BoundViews {
 using Addresses = std::tuple<uint64_t, uint64_t, uint64_t>;
 Memory memory_of(const Addresses& a) { return {std::get<0>(a), std::get<1>(a), std::get<2>(a)}; }
 
-void prefetch_lines(uint64_t address, uint64_t lines) {
-    for (uint64_t line = 0; line < lines; ++line) __builtin_prefetch(reinterpret_cast<const void*>(address + 64 * line));
-}
-
-// data_ptr(tensor) of tensors[begin:end]. Their objects are spread over memory, and following pointers through cold
-// ones costs more than packing a small tensor. `near` holds, for each tensor of the tuple, addresses of its objects
-// (0: none) to fetch early. They are only prefetched, never read: one that is out of date does no harm.
-std::vector<uint64_t> addresses_of(const py::tuple& tensors, size_t begin, size_t end, const py::object& data_ptr, const py::buffer_info& near) {
-    constexpr size_t kAhead = 16;
-    if (begin > end || end > tensors.size()) throw std::invalid_argument("no such tensors");
-    if (near.itemsize != 8 || static_cast<size_t>(near.size) != 2 * tensors.size()) throw std::invalid_argument("two addresses for each tensor");
-    const auto* hints = static_cast<const uint64_t*>(near.ptr);
-    std::vector<uint64_t> found(end - begin);
-    for (size_t i = begin; i < end; ++i) {
-        if (i + kAhead < end) {
-            // A Python object, the tensor's fields and those of its storage: so many lines of each, at any alignment.
-            prefetch_lines(reinterpret_cast<uint64_t>(PyTuple_GET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(i + kAhead))), 1);
-            prefetch_lines(hints[2 * (i + kAhead)], 4);
-            prefetch_lines(hints[2 * (i + kAhead) + 1], 2);
-        }
-        PyObject* tensor = PyTuple_GET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(i));
-        const auto number = py::reinterpret_steal<py::object>(PyObject_Vectorcall(data_ptr.ptr(), &tensor, 1, nullptr));
-        if (!number) throw py::error_already_set();
-        found[i - begin] = PyLong_AsUnsignedLongLong(number.ptr());
-        if (PyErr_Occurred()) throw py::error_already_set();
-    }
-    return found;
-}
-
 void check_bucket(const Buckets& buckets, int64_t bucket, size_t bytes) {
     if (bucket < 0 || bucket >= buckets.size()) throw std::invalid_argument("no bucket " + std::to_string(bucket) + " in the plan");
     if (bytes < static_cast<size_t>(buckets.bytes(bucket))) throw std::invalid_argument("the memory is smaller than the bucket");
@@ -114,12 +86,6 @@ PYBIND11_MODULE(_packing, m) {
                  self.locked([&] { self.views.add(tensor, dtype_of(code), shape, strides, memory_of(memory), self.target); });
              })
         .def("clear", [](BoundViews& self) { self.locked([&] { self.views.clear(); }); })
-        .def("moved",
-             [](BoundViews& self, int64_t first, const py::tuple& tensors, size_t begin, size_t end, const py::object& data_ptr, const py::buffer& near) {
-                 const std::vector<uint64_t> addresses = addresses_of(tensors, begin, end, data_ptr, bytes_of(near, false));
-                 return self.locked([&] { return self.views.moved(first, addresses); });
-             },
-             py::arg("first"), py::arg("tensors"), py::arg("begin"), py::arg("end"), py::arg("data_ptr"), py::arg("near"))
         .def("move", [](BoundViews& self, int64_t view, Addresses memory) {
                  self.locked([&] {
                      if (view < 0 || view >= self.views.size()) throw std::invalid_argument("no such view");
@@ -127,6 +93,11 @@ PYBIND11_MODULE(_packing, m) {
                  });
              })
         .def("__len__", [](BoundViews& self) { return self.views.size(); });
+
+    py::class_<Watch>(m, "Watch")
+        .def(py::init<py::tuple, py::type, py::buffer>(), py::arg("tensors"), py::arg("type"), py::arg("near"))
+        .def("changed", &Watch::changed, py::arg("begin"), py::arg("end"))
+        .def("__len__", &Watch::size);
 
     m.def("pack",
           [](BoundViews& sources, Pool& pool, int64_t bucket, const py::buffer& memory, bool hash, bool stream, const std::string& isa) {

@@ -83,15 +83,6 @@ void Views::clear() {
     std::fill(first_of_.begin(), first_of_.end(), -1);
 }
 
-bool Views::moved(int64_t first, const std::vector<uint64_t>& addresses) const {
-    if (first < 0 || first > size() || static_cast<int64_t>(addresses.size()) > size() - first) refuse("no such views");
-    for (size_t i = 0; i < addresses.size(); ++i) {
-        const View& view = views_[static_cast<size_t>(first) + i];
-        if (reinterpret_cast<uint64_t>(view.data) != addresses[i] && view.geometry.count() != 0) return true;
-    }
-    return false;
-}
-
 void Views::move(int64_t view, Memory memory) {
     View& moved = views_.at(static_cast<size_t>(view));
     uint8_t* const data = checked(moved, memory);

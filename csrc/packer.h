@@ -61,8 +61,6 @@ class Views {
     // Throws std::invalid_argument on a wrong shape or dtype, and where the view reaches outside its storage.
     void add(int64_t tensor, Dtype dtype, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Memory memory, bool target);
     void clear();
-    // True if a view from `first` on is not at its address.
-    bool moved(int64_t first, const std::vector<uint64_t>& addresses) const;
     void move(int64_t view, Memory memory);
 
     int64_t size() const { return static_cast<int64_t>(views_.size()); }

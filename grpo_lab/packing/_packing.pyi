@@ -1,7 +1,6 @@
-"""Types of the compiled extension (csrc/module.cpp). Every function releases the GIL while it works."""
+"""Types of the compiled extension (csrc/module.cpp). Functions that move bytes release the GIL."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
@@ -32,16 +31,14 @@ class Views:
         /,
     ) -> None: ...
     def clear(self) -> None: ...
-    def moved(
-        self,
-        first: int,
-        tensors: tuple[object, ...],
-        begin: int,
-        end: int,
-        data_ptr: Callable[[Any], int],
-        near: Buffer,
-    ) -> bool: ...
     def move(self, view: int, memory: tuple[int, int, int], /) -> None: ...
+    def __len__(self) -> int: ...
+
+class Watch:
+    """`near`: two addresses for each tensor, 8 bytes each. Works with the GIL."""
+
+    def __init__(self, tensors: tuple[object, ...], type: type, near: Buffer) -> None: ...
+    def changed(self, begin: int, end: int) -> bool: ...
     def __len__(self) -> int: ...
 
 def pack(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -55,12 +55,15 @@ def memory_of(tensor: torch.Tensor, name: str) -> tuple[int, int, int]:
 
 
 class BoundTensors:
-    """Tensors behind the extension's views, in the same order, kept alive; it can tell whether one moved."""
+    """Tensors kept alive; it can tell whether one changed since it was made: memory, shape, strides or dtype.
+
+    Looking is one pass in the extension over what DLPack's C exchange table tells of each tensor, or the same
+    in Python where torch has no such table (before 2.10).
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
-        # Where each tensor's own objects lie, to be fetched early: see `addresses_of` in csrc/module.cpp.
-        self._near = array("Q", chain.from_iterable(map(_objects_of, self._tensors)))
+        self._watch: extension.Watch | _PythonWatch = _watch(self._tensors)
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -68,21 +71,36 @@ class BoundTensors:
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._tensors[index]
 
-    def moved(self, views: extension.Views, span: range) -> bool:
-        """True if one of ``self[span]`` is not where ``views`` has it. Costs one call a tensor, no more."""
-        return views.moved(span.start, self._tensors, span.start, span.stop, _data_ptr(), self._near)
+    def changed(self, span: range) -> bool:
+        """True if one of ``self[span]`` is not what it was."""
+        return self._watch.changed(span.start, span.stop)
 
 
-def _objects_of(tensor: torch.Tensor) -> tuple[int, int]:
-    if getattr(tensor, "full_tensor", None) is not None:  # a DTensor: has no storage of its own
-        return 0, 0
-    return tensor._cdata, tensor.untyped_storage()._cdata
+class _PythonWatch:
+    """As `extension.Watch`."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._tensors = tensors
+        self._seen = [_described(tensor) for tensor in tensors]
+
+    def changed(self, begin: int, end: int) -> bool:
+        return any(
+            _described(t) != s for t, s in zip(self._tensors[begin:end], self._seen[begin:end], strict=True)
+        )
 
 
-def _data_ptr() -> Callable[[torch.Tensor], int]:
+def _watch(tensors: tuple[torch.Tensor, ...]) -> extension.Watch | _PythonWatch:
     import torch  # noqa: PLC0415 - plans are used where torch is not
 
-    return torch.Tensor.data_ptr
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        return _PythonWatch(tensors)
+    # Where each tensor's own objects lie, to be fetched early: see csrc/watch.h.
+    near = array("Q", chain.from_iterable((t._cdata, t.untyped_storage()._cdata) for t in tensors))
+    return extension.Watch(tensors, torch.Tensor, near)
+
+
+def _described(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _strided() -> torch.layout:

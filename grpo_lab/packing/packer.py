@@ -51,8 +51,9 @@ class Packer:
 
     `ring` gives foreign memory (shared-memory slots, say), each at least ``plan.max_bucket_nbytes`` long and
     best aligned to 64 bytes; without it `slots` buffers are allocated and touched once.
-    `refresh` looks at every pack whether tensors moved in memory; without it, bind() must follow every move
-    (worth it for tens of thousands of tiny tensors, where looking costs as much as packing).
+    `refresh` looks at every pack whether tensors moved in memory or changed shape, strides or dtype and binds
+    again; without it, bind() must follow every change (worth it for tens of thousands of tiny tensors, where
+    looking costs as much as packing).
     `isa` forces one of ``instruction_sets()``; the default takes the best that the CPU has.
     """
 
@@ -80,10 +81,12 @@ class Packer:
             else check_ring(ring, plan.max_bucket_nbytes)
         )
         self._views = extension.Views(buckets_of(plan), False)
-        self._mapping: Mapping[str, torch.Tensor] = {}
-        self._bound = BoundTensors(())
-        self._sharded: set[int] = set()
+        self._mapping: Mapping[str, torch.Tensor] | None = None
+        self._watched = BoundTensors(())
+        self._starts: list[int] = []  # where each position's tensors begin in `_watched`
+        self._sharded: dict[int, torch.Tensor] = {}
         self._gathered: dict[int, torch.Tensor] = {}
+        self._gathered_for = -1  # the bucket
 
     @property
     def slots(self) -> int:
@@ -92,32 +95,47 @@ class Packer:
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes the tensors to pack from. They are kept alive and read at each pack, not now.
 
-        Call again after tensors were replaced or reshaped (a tensor whose memory merely moved is noticed by
-        pack). Raises PackingError naming the tensor if one is missing, unknown to the plan, of another shape
-        or dtype, not in host memory, or tied in the plan but no longer tied. A failed bind leaves nothing
-        bound.
+        Call again after tensors of the mapping were replaced by others. Raises PackingError naming the tensor
+        if one is missing, unknown to the plan, of another shape or dtype, not in host memory, or tied in the
+        plan but no longer tied. A failed bind leaves nothing bound.
         """
+        self._gathered.clear()
+        self._bind(tensors)
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._unbind()
         for name in tensors:
             if name not in self.plan.by_name:
                 raise PackingError(f"tensor {name!r} is not in the bucket plan; build a new plan")
-        bound: list[torch.Tensor] = []
+        watched: list[torch.Tensor] = []
         try:
             for position, entry in enumerate(self.plan.tensors):
-                tensor = _get(tensors, entry.name)
-                _check_same(entry, tensor, (entry.source_dtype,))
-                _check_ties(entry, tensor, tensors)
-                sharded = _is_sharded(tensor)
-                memory = (0, 0, 0) if sharded else memory_of(tensor, entry.name)
-                strides = entry.strides if sharded else tensor.stride()
-                self._add(position, entry, strides, memory)
-                bound.append(tensor)
-                if sharded:
-                    self._sharded.add(position)
+                self._starts.append(len(watched))
+                watched += self._bind_one(position, entry, tensors)
+            for position in [p for p in self._gathered if p not in self._sharded]:
+                del self._gathered[position]
+            for position, full in self._gathered.items():
+                self._views.move(position, memory_of(full, self.plan.tensors[position].name))
         except PackingError:
             self._unbind()
+            self._gathered.clear()
             raise
-        self._bound, self._mapping = BoundTensors(bound), tensors
+        self._starts.append(len(watched))
+        self._watched, self._mapping = BoundTensors(watched), tensors
+
+    def _bind_one(
+        self, position: int, entry: TensorEntry, tensors: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Returns what to look at before each pack: the tensor, and those that are tied to it."""
+        tensor = _get(tensors, entry.name)
+        _check_same(entry, tensor, (entry.source_dtype,))
+        tied = _tied(entry, tensor, tensors)
+        if _is_sharded(tensor):
+            self._sharded[position] = tensor
+            self._add(position, entry, entry.strides, (0, 0, 0))
+            return []
+        self._add(position, entry, tensor.stride(), memory_of(tensor, entry.name))
+        return [tensor, *tied]
 
     def pack(self, bucket_index: int, slot: int | None = None) -> PackedBucket:
         """Fills `slot` (default: the index modulo the number of slots) with the bucket, in any order of
@@ -130,9 +148,9 @@ class Packer:
             slot = bucket_index % len(self._ring)
         if type(slot) is not int or not 0 <= slot < len(self._ring):
             raise PackingError(f"no slot {slot!r}: the ring has {len(self._ring)}, counted from 0")
-        self.gather(bucket_index)
         if self._refreshes:
             self._refresh(bucket_index)
+        self.gather(bucket_index)
         nbytes = self.plan.bucket_nbytes(bucket_index)
         memory = self._ring[slot][:nbytes]
         hash64 = extension.pack(
@@ -145,17 +163,19 @@ class Packer:
 
         A rank that only takes part in the collectives calls this for each bucket in place of pack.
         """
-        if not len(self._bound) and self.plan.tensors:
+        if self._mapping is None:
             raise PackingError("no tensors are bound; call bind() before pack()")
-        wanted = self.plan.tensors_of_bucket[bucket_index]
-        for position in [p for p in self._gathered if p not in wanted]:
+        wanted = self.plan.tensors_of_bucket[bucket_index] if self._sharded else range(0)
+        # A tensor that reaches into the next bucket is kept for it. Packing a bucket again is another sync.
+        kept = wanted if bucket_index > self._gathered_for else range(0)
+        self._gathered_for = bucket_index
+        for position in [p for p in self._gathered if p not in kept]:
             self._views.move(position, (0, 0, 0))
             del self._gathered[position]
-        for position in wanted if self._sharded else ():
-            tensor = self._bound[position]
+        for position in wanted:
             if position in self._gathered or position not in self._sharded:
                 continue
-            full = tensor.full_tensor().contiguous()  # type: ignore[attr-defined]
+            full = self._sharded[position].full_tensor().contiguous()  # type: ignore[attr-defined]
             self._views.move(position, memory_of(full, self.plan.tensors[position].name))
             self._gathered[position] = full
 
@@ -168,18 +188,19 @@ class Packer:
             raise PackingError(f"tensor {entry.name!r}: {error}") from None
 
     def _refresh(self, bucket_index: int) -> None:
+        """Binds again if one of the bucket's tensors changed. What was gathered is kept: that was a
+        collective, and other ranks do not know."""
         span = self.plan.tensors_of_bucket[bucket_index]
-        # What was gathered belongs to the packer and cannot move.
-        spans = [range(p, p + 1) for p in span if p not in self._sharded] if self._sharded else [span]
-        if any(self._bound.moved(self._views, each) for each in spans):
-            self.bind(self._mapping)
-            self.gather(bucket_index)
+        if self._mapping is None or not span:
+            return
+        if self._watched.changed(range(self._starts[span.start], self._starts[span.stop])):
+            self._bind(self._mapping)
 
     def _unbind(self) -> None:
         self._views.clear()
-        self._bound = BoundTensors(())
+        self._mapping, self._watched = None, BoundTensors(())
+        self._starts.clear()
         self._sharded.clear()
-        self._gathered.clear()
 
 
 class Unpacker:
@@ -223,7 +244,7 @@ class Unpacker:
 
 
 class Targets:
-    """Tensors that an Unpacker writes to, kept alive. Their memory must not move: bind again if it did."""
+    """Tensors that an Unpacker writes to, kept alive. Bind again if their memory moved."""
 
     def __init__(self, unpacker: Unpacker, into: Mapping[str, torch.Tensor], positions: range) -> None:
         self._unpacker = unpacker
@@ -233,13 +254,15 @@ class Targets:
         self._bound = BoundTensors(t for p in positions for t in self._add(p, unpacker.plan.tensors[p]))
 
     def unpack(self, bucket_index: int, memory: object) -> None:
-        """As :meth:`Unpacker.unpack`. Raises PackingError if a target's memory moved since it was bound."""
+        """As :meth:`Unpacker.unpack`. Raises PackingError if a target changed since it was bound."""
         data = self._unpacker._sized(bucket_index, memory)
         span = self._unpacker.plan.tensors_of_bucket[bucket_index]
         if span:
             end = self._starts.get(span.stop, len(self._bound))
-            if self._bound.moved(self._views, range(self._starts[span.start], end)):
-                raise PackingError(f"targets of bucket {bucket_index} moved in memory; bind them again")
+            if self._bound.changed(range(self._starts[span.start], end)):
+                raise PackingError(
+                    f"targets of bucket {bucket_index} moved in memory or changed; bind them again"
+                )
         self._unpack(bucket_index, data)
 
     def _unpack(self, bucket_index: int, data: memoryview) -> None:
@@ -319,19 +342,25 @@ def _check_same(entry: TensorEntry, tensor: torch.Tensor, dtypes: tuple[str, ...
         )
 
 
-def _check_ties(entry: TensorEntry, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A tie that was cut would silently send one tensor for two."""
+def _tied(
+    entry: TensorEntry, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The aliases that are given as tensors of their own. A tie that was cut would send one for two."""
+    found = []
     for alias in entry.aliases:
         other = tensors.get(alias)
         if other is None or other is tensor:
             continue
         _check_same(entry, other, (entry.source_dtype,), alias)
+        ours, theirs = tensor, other
         if _is_sharded(tensor) or _is_sharded(other):
-            tensor, other = tensor.to_local(), other.to_local()  # type: ignore[attr-defined]
-        if other.data_ptr() != tensor.data_ptr() or other.stride() != tensor.stride():
+            ours, theirs = tensor.to_local(), other.to_local()  # type: ignore[attr-defined]
+        if theirs.data_ptr() != ours.data_ptr() or theirs.stride() != ours.stride():
             raise PackingError(
                 f"tensor {alias!r} was tied to {entry.name!r} and is no more; build a new plan"
             )
+        found.append(other)
+    return found
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 packed.
 """
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -172,21 +172,15 @@ def test_a_damaged_bucket_is_always_found(model, data):
 def test_concurrent_packs_do_not_interfere(model, threads):
     plan = BucketPlan.build(model, bucket_bytes=1000)
     expected = pack_reference(plan, model)
-    failures = []
 
-    def work():
+    def work() -> list[bytes]:
         packer = Packer(plan, num_threads=threads)
         packer.bind(model)
-        for index, want in enumerate(expected):
-            if packer.pack(index).memory != want:
-                failures.append(index)
+        return [bytes(packer.pack(index).memory) for index in range(plan.num_buckets)]
 
-    workers = [threading.Thread(target=work) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(30)
-    assert not failures
+    with ThreadPoolExecutor(3) as workers:
+        for done in [workers.submit(work) for _ in range(3)]:
+            assert done.result(timeout=60) == expected
 
 
 @given(model=models(), **{k: OPTIONS[k] for k in ("layout", "wire", "bucket_bytes")})

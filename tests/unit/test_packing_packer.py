@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_lab.errors import BucketCorrupt, PackingError
-from grpo_lab.packing import BucketPlan, Packer, Unpacker, hash64, instruction_sets
+from grpo_lab.packing import BucketPlan, Packer, Unpacker, hash64, instruction_sets, native
 from grpo_lab.packing.native import extension
 from grpo_lab.packing.reference import pack_reference, raw_bytes
 
@@ -197,26 +197,74 @@ def test_one_moved_tensor_among_many_is_noticed(which):
         targets.unpack(0, memory)
 
 
-def test_looking_for_moved_tensors_checks_its_arguments():
-    buckets = extension.Buckets([(0, 100)], [(0, 0, 0, 0, 100)], [400])
-    views, memory = extension.Views(buckets, False), torch.zeros(100)
-    views.add(0, 0, [100], [1], (memory.data_ptr(), memory.data_ptr(), 400))
-    near, data_ptr = array("Q", [0, 0]), torch.Tensor.data_ptr
-    assert not views.moved(0, (memory,), 0, 1, data_ptr, near)
-    assert views.moved(0, (torch.zeros(100),), 0, 1, data_ptr, near)
-    assert not views.moved(0, (memory,), 0, 1, data_ptr, array("Q", [1, (1 << 64) - 1]))  # hints
-    for first, begin, end, message in [
-        (0, 0, 2, "no such tensors"),
-        (0, 1, 0, "no such tensors"),
-        (1, 0, 1, "no such views"),
-        (-1, 0, 1, "no such views"),
+@pytest.fixture(params=["one call in the extension", "a torch without exchange table"])
+def every_way_to_look(request, monkeypatch):
+    if request.param.startswith("a torch"):
+        monkeypatch.setattr(native, "_watch", native._PythonWatch)
+    elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has none")
+
+
+CHANGES = {  # of a (6, 4) bfloat16 tensor, at the address that it has
+    "strides": lambda t: t.view(4, 6).t(),
+    "shape": lambda t: t.view(4, 6),
+    "fewer dimensions": lambda t: t.view(24),
+    "dtype": lambda t: t.view(torch.float16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_at_the_same_address_is_followed_or_refused(every_way_to_look, change):
+    weight = torch.nn.Parameter(torch.arange(24, dtype=torch.bfloat16).view(6, 4))
+    plan = BucketPlan.build({"w": weight})
+    packer, unpacker = Packer(plan), Unpacker(plan)
+    packer.bind({"w": weight})
+    targets = unpacker.bind({"w": weight})
+    memory = bytes(packer.pack(0).memory)
+    at = weight.data_ptr()
+    weight.data = CHANGES[change](weight.data)
+    assert weight.data_ptr() == at
+    with pytest.raises(PackingError, match="targets of bucket 0 moved in memory or changed"):
+        targets.unpack(0, memory)
+    if change == "strides":
+        assert packer.pack(0).memory == pack_reference(plan, {"w": weight.detach()})[0] != memory
+        return
+    with pytest.raises(PackingError, match="'w' has dtype" if change == "dtype" else "'w' has shape"):
+        packer.pack(0)
+
+
+def test_a_tie_that_was_cut_is_refused_whichever_of_the_two_moved(every_way_to_look):
+    for which in ("head", "embed"):
+        weights = {"embed": torch.nn.Parameter(torch.zeros(20)), "head": torch.nn.Parameter(torch.zeros(20))}
+        weights["head"].data = weights["embed"].data
+        packer = Packer(BucketPlan.build(weights))
+        packer.bind(weights)
+        packer.pack(0)
+        weights[which].data = torch.ones(20)
+        with pytest.raises(PackingError, match="'head' was tied to 'embed' and is no more"):
+            packer.pack(0)
+
+
+def test_looking_for_changed_tensors_checks_its_arguments():
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no exchange table")
+    memory = torch.zeros(100)
+    watch = extension.Watch((memory,), torch.Tensor, array("Q", [1, (1 << 64) - 1]))  # hints are never read
+    assert len(watch) == 1
+    assert not watch.changed(0, 1)
+    memory.resize_(200)
+    assert watch.changed(0, 1)
+    assert not watch.changed(1, 1)
+    for begin, end in [(0, 2), (1, 0), (2, 2)]:
+        with pytest.raises(ValueError, match="no such tensors"):
+            watch.changed(begin, end)
+    for tensors, type_, near, message in [
+        ((memory,), torch.Tensor, [0], "two addresses for each"),
+        ((memory, 3), torch.Tensor, [0] * 4, "not a tensor"),
+        ((memory,), torch.nn.Module, [0, 0], "no DLPack exchange table"),
     ]:
         with pytest.raises(ValueError, match=message):
-            views.moved(first, (memory,), begin, end, data_ptr, near)
-    with pytest.raises(ValueError, match="two addresses for each"):
-        views.moved(0, (memory,), 0, 1, data_ptr, array("Q", [0]))
-    with pytest.raises(TypeError):
-        views.moved(0, (memory,), 0, 1, str, near)
+            extension.Watch(tensors, type_, array("Q", near))
 
 
 def test_freed_storage_is_noticed():
@@ -393,6 +441,32 @@ def test_sharded_tensors_are_gathered_once_each_in_order_and_released():
     for index in range(plan.num_buckets):  # a rank that only takes part
         packer.gather(index)
     assert log == ["a", "b"] * 2
+
+
+def test_one_bucket_is_gathered_anew_for_each_sync():
+    log = []
+    shards = Shards(torch.zeros(10), log, "a")
+    packer = Packer(BucketPlan.build({"a": shards}))
+    packer.bind({"a": shards})
+    packer.pack(0)
+    shards.full = torch.ones(10)
+    assert packer.pack(0).memory == pack_reference(packer.plan, {"a": torch.ones(10)})[0]
+    assert log == ["a", "a"]
+
+
+def test_a_tensor_that_moved_does_not_make_others_be_gathered_again():
+    """Other ranks would not take part in that."""
+    log = []
+    full, plain = torch.randn(100), torch.nn.Parameter(torch.randn(50))
+    tensors = {"a": Shards(full, log, "a"), "b": plain}
+    plan = BucketPlan.build(tensors, bucket_bytes=300)
+    packer = Packer(plan)
+    packer.bind(tensors)
+    packer.pack(0)
+    plain.data = torch.randn(50)
+    expected = pack_reference(plan, {"a": full, "b": plain.detach()})
+    assert [packer.pack(index).memory for index in range(1, plan.num_buckets)] == expected[1:]
+    assert log == ["a"]
 
 
 def test_the_extension_checks_bounds_itself():
