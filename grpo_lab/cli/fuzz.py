@@ -18,28 +18,38 @@ if TYPE_CHECKING:
 VIOLATED = 1
 PLAIN_EVERY_S = 10.0
 SHOWN_CHARACTERS = 400
+MAX_MINUTES, MAX_DEPTH = 10_000, 64
 
 
 def fuzz(
-    minutes: float = 1.0,
+    minutes: float | None = None,
     scenario: str = "any",
     out: Path = Path("failures"),
     seed: int = 0,
     max_examples: int = 10**9,
     coordinator: str = "",
+    exhaustive: bool = False,
+    depth: int = 1,
+    cases: str = "quick",
 ) -> int:
     """Runs whole clusters in virtual time under drawn delays, faults and schedules, all rules checked.
+
+    With --exhaustive: all schedules of small scopes instead (one or two engines, two versions, one fault, one
+    interruption), and the table of the coordinator's transitions that were reached.
 
     Exit code 1 when a rule was broken; what broke it is made small and written to a file, which
     ``grpo-lab replay`` runs again, step for step.
 
     Args:
-        minutes: how long to search.
+        minutes: how long to search; without it, 1, and with --exhaustive until all was tried.
         scenario: any, quiet (no faults), faults (one small cluster) or schedules (the order of events only).
         out: directory of the failure files; it is made when there is something to write.
         seed: of the search. The same seed finds the same things, as far as the time goes.
         max_examples: ends the search earlier.
         coordinator: module:Class of a coordinator of your own, to search that instead.
+        exhaustive: try everything in small scopes rather than some of everything.
+        depth: with --exhaustive, decisions of the schedule that are varied in each scope.
+        cases: with --exhaustive: quick (every transition), single (a fault or an interruption) or pairs.
     """
     # Imported after the arguments were read: it takes seconds, and --help should not.
     from grpo_lab.testing.search import SCENARIOS, load_coordinator, save_all, search  # noqa: PLC0415
@@ -47,14 +57,23 @@ def fuzz(
     if scenario not in SCENARIOS:
         listed = "; ".join(f"{name} ({words})" for name, (words, _) in SCENARIOS.items())
         raise ConfigError("scenario", scenario, f"one of: {listed}")
-    if not 0 < minutes <= 10_000:
-        raise ConfigError("minutes", minutes, "above 0, at most 10,000")
+    if minutes is not None and not 0 < minutes <= MAX_MINUTES:
+        raise ConfigError("minutes", minutes, f"above 0, at most {MAX_MINUTES:,}")
     if max_examples < 1:
         raise ConfigError("max_examples", max_examples, "an integer of at least 1")
     if coordinator:
         sys.path.insert(0, str(Path.cwd()))  # as python -m would
     protocol = load_coordinator(coordinator)
     console = Console(highlight=False)
+    if exhaustive:
+        from grpo_lab.cli.fuzz_exhaustive import CASES, fuzz_exhaustive  # noqa: PLC0415
+
+        if cases not in CASES:
+            raise ConfigError("cases", cases, f"one of {', '.join(CASES)}")
+        if not 0 <= depth <= MAX_DEPTH:
+            raise ConfigError("depth", depth, f"0 to {MAX_DEPTH}: the number of schedules grows as 3**depth")
+        return fuzz_exhaustive(console, cases, depth, minutes or MAX_MINUTES, out, protocol, coordinator)
+    minutes = minutes or 1.0
     with _Progress(console, minutes) as progress:
         state = search(
             SCENARIOS[scenario][1],

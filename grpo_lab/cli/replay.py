@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 from rich.console import Console
@@ -12,7 +13,9 @@ from rich.console import Console
 from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record, field_types
 from grpo_lab.report.files import replacing, write_report
-from grpo_lab.sim.scenario import Failure
+
+if TYPE_CHECKING:
+    from grpo_lab.testing.failures import Case
 
 VIOLATED = 1
 SHOWN_EVENTS = 20
@@ -25,7 +28,7 @@ def replay(
     html: Path | None = None,
     trace: Path | None = None,
 ) -> int:
-    """Runs the scenario and the schedule of a failure file again and shows what led to the broken rule.
+    """Runs the case and the schedule of a failure file again and shows what led to the broken rule.
 
     Exit code 1 when a rule is broken (also when it is another one than the file says), 0 when none is.
 
@@ -36,10 +39,9 @@ def replay(
         trace: also write all events to this file, one line each.
     """
     # Imported after the arguments were read: it takes seconds, and --help should not.
-    from grpo_lab.sim.world import simulate  # noqa: PLC0415
-    from grpo_lab.testing.search import load_coordinator  # noqa: PLC0415
+    from grpo_lab.testing.failures import load_case  # noqa: PLC0415
 
-    case = Failure.load(failure)
+    case = load_case(failure)
     if until is not None and until < 0:
         raise ConfigError("until", until, "the number of an event, from 0")
     if case.protocol:
@@ -47,7 +49,7 @@ def replay(
     records: list[Record] = []
     error: Exception | None = None
     try:
-        simulate(case.scenario, case.tape, coordinator=load_coordinator(case.protocol), records=records)
+        case.run(records)
     except ConfigError:
         raise
     except Exception as raised:  # whatever ended the run is what is replayed
@@ -82,7 +84,7 @@ def _write(records: list[Record], html: Path | None, trace: Path | None) -> None
             temporary.write_text(page, encoding="utf-8")
 
 
-def _verdict(case: Failure, error: Exception | None, event: int) -> int:
+def _verdict(case: Case, error: Exception | None, event: int) -> int:
     if error is None:
         print(f"no rule is broken (the file says {case.rule}, at event {case.event})")  # noqa: T201
         return 0

@@ -136,12 +136,18 @@ def save_all(found: dict[str, Failure], directory: Path) -> list[Path]:
     """A file for each rule; an older file of the same rule is kept under its own name."""
     paths = []
     for rule, failure in sorted(found.items()):
-        number = 1
-        while (path := directory / f"{rule}-{number}.json").exists():
-            number += 1
+        path = next_free(directory, rule)
         failure.save(path)
         paths.append(path)
     return paths
+
+
+def next_free(directory: Path, rule: str) -> Path:
+    """Where a failure of ``rule`` goes."""
+    number = 1
+    while (path := directory / f"{rule}-{number}.json").exists():
+        number += 1
+    return path
 
 
 def _round(

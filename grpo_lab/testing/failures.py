@@ -1,0 +1,216 @@
+"""Failure files, of whole clusters and of small scopes: written by a search, read by a replay.
+
+Whatever a file holds, reading it gives a case that can be run, or ``TraceError`` with what is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+
+from grpo_lab.errors import TraceError
+from grpo_lab.events import Record
+from grpo_lab.sim.parts import Parts
+from grpo_lab.sim.scenario import FAILURE_SCHEMA, Failure, Fault, Scenario
+from grpo_lab.sim.tape import Tape
+from grpo_lab.sim.world import simulate
+from grpo_lab.testing.exhaustive import ScopeFailure
+from grpo_lab.testing.scopes import Scope, run_scope
+from grpo_lab.testing.search import load_coordinator
+
+LARGEST_FILE_BYTES = 64 << 20
+
+
+class Case(Protocol):
+    """What a failure file says, and how to run it again."""
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def event(self) -> int: ...
+    def run(self, records: list[Record]) -> None:
+        """Fills ``records``; raises what ended the run, if anything did."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClusterCase:
+    """A whole simulated cluster under one schedule."""
+
+    failure: Failure
+
+    @property
+    def rule(self) -> str:
+        return self.failure.rule
+
+    @property
+    def message(self) -> str:
+        return self.failure.message
+
+    @property
+    def event(self) -> int:
+        return self.failure.event
+
+    @property
+    def protocol(self) -> str:
+        return self.failure.protocol
+
+    def run(self, records: list[Record]) -> None:
+        coordinator = load_coordinator(self.protocol)
+        simulate(self.failure.scenario, self.failure.tape, coordinator=coordinator, records=records)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScopeCase:
+    """A small scope under one schedule."""
+
+    failure: ScopeFailure
+    protocol: str = ""
+
+    @property
+    def rule(self) -> str:
+        return self.failure.rule
+
+    @property
+    def message(self) -> str:
+        return self.failure.message
+
+    @property
+    def event(self) -> int:
+        return self.failure.event
+
+    def run(self, records: list[Record]) -> None:
+        parts = Parts(coordinator=load_coordinator(self.protocol))
+        run_scope(self.failure.scope, self.failure.tape, parts=parts, records=records)
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all. Raises ``TraceError`` when the place cannot be written to."""
+        failure = self.failure
+        row = {
+            "schema": FAILURE_SCHEMA,
+            "kind": "scope",
+            "rule": failure.rule,
+            "message": failure.message,
+            "event": failure.event,
+            "protocol": self.protocol,
+            "scope": failure.scope.to_json(),
+            "tape": failure.tape.to_json(),
+        }
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def load_case(path: Path) -> ClusterCase | ScopeCase:
+    """Raises ``TraceError`` for a file that is missing, damaged, of another schema or with a value that no
+    run can have.
+    """
+    row = _read(path)
+    schema = row.get("schema")
+    if type(schema) is not int:
+        raise TraceError(f"{path}: not a failure file; it has no schema number")
+    if not 1 <= schema <= FAILURE_SCHEMA:
+        raise TraceError(f"{path}: schema {schema}; this version reads 1 to {FAILURE_SCHEMA}")
+    try:
+        for name, kind in (("rule", str), ("message", str), ("event", int), ("protocol", str)):
+            _require_type(name, row.get(name, kind()), kind)
+        if row.get("kind", "cluster") == "scope":
+            return _scope_case(row)
+        return _cluster_case(row)
+    except TraceError as error:
+        raise TraceError(f"{path}: damaged: {error}") from error
+    except KeyError as error:
+        raise TraceError(f"{path}: damaged: it has no {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_FILE_BYTES:
+            raise TraceError(f"{path}: {size:,} bytes; a failure file has at most {LARGEST_FILE_BYTES:,}")
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: no failure file can be read: {error}") from error
+    if not isinstance(row, dict):
+        raise TraceError(f"{path}: not a failure file; it has no schema number")
+    return row
+
+
+def _cluster_case(row: dict[str, Any]) -> ClusterCase:
+    scenario, faults = row["scenario"], row["faults"]
+    _require_type("scenario", scenario, dict)
+    _require_type("faults", faults, list)
+    _check_fields(Scenario, {**scenario, "faults": []})
+    for fault in faults:
+        _require_type("fault", fault, dict)
+        _check_fields(Fault, fault)
+    event_ids = row.get("event_ids", [])
+    _require_type("event_ids", event_ids, list)
+    failure = Failure(
+        Scenario.from_json({**scenario, "faults": faults}),
+        Tape.from_json(row["tape"]),
+        row["rule"],
+        row.get("message", ""),
+        row.get("event", -1),
+        tuple(str(item) for item in event_ids),
+        row.get("protocol", ""),
+    )
+    return ClusterCase(failure)
+
+
+def _scope_case(row: dict[str, Any]) -> ScopeCase:
+    scope = row["scope"]
+    _require_type("scope", scope, dict)
+    _check_fields(Scope, {**scope, "fault": None})
+    if scope.get("fault") is not None:
+        _require_type("fault", scope["fault"], dict)
+        _check_fields(Fault, scope["fault"])
+    failure = ScopeFailure(
+        Scope.from_json(scope),
+        Tape.from_json(row["tape"]),
+        row["rule"],
+        row.get("message", ""),
+        row.get("event", -1),
+    )
+    return ScopeCase(failure, row.get("protocol", ""))
+
+
+def _check_fields(cls: type, row: Mapping[str, Any]) -> None:
+    """JSON has no types of its own: a field may hold anything until it is looked at."""
+    hints = get_type_hints(cls)
+    for name, value in row.items():
+        if name in hints:  # an unknown one is refused where the object is made
+            _require_type(name, value, hints[name])
+
+
+def _require_type(name: str, value: object, kind: Any) -> None:
+    if not _fits(value, kind):
+        raise TraceError(f"{name}={value!r:.80}: expected {getattr(kind, '__name__', kind)}")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if origin is tuple:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    if kind is float:
+        return type(value) in (int, float)
+    if kind in (int, bool, str):
+        return type(value) is kind
+    return (kind is type(None) and value is None) or (isinstance(kind, type) and isinstance(value, kind))
