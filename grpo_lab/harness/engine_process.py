@@ -49,6 +49,10 @@ class EngineProcess:
         )
 
     @property
+    def name(self) -> str:
+        return self.command.name
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,10 +19,10 @@ from rich.console import Console
 
 from grpo_lab.check import read_parts
 from grpo_lab.errors import ConfigError, ModelError
-from grpo_lab.events import MemberDied, MemberStopped, RunDeclared, RunEnded
+from grpo_lab.events import RunDeclared, RunEnded
 from grpo_lab.harness.attached import Attached, ask_engines
-from grpo_lab.harness.engine_process import EngineProcess, running_engines, simulated_engine
-from grpo_lab.harness.outcome import Outcome, attempt, finish_run, unfinished_samples
+from grpo_lab.harness.fleet import RunningEngine, engine_urls, own_capabilities, running_fleet
+from grpo_lab.harness.outcome import Outcome, attempt, end_lost_groups, finish_run, unfinished_samples
 from grpo_lab.harness.progress import RunProgress
 from grpo_lab.harness.recipe import Recipe
 from grpo_lab.harness.rewards import reward_functions
@@ -30,14 +30,10 @@ from grpo_lab.harness.run_dir import RunDir, environment, make_run_dir
 from grpo_lab.harness.simulated import end_trace, simulate, trace_recorder
 from grpo_lab.harness.trainer_ranks import train_ranks
 from grpo_lab.harness.training import load_training_data, train, trainer_config
-from grpo_lab.recorders import FileRecorder, ListRecorder, run_clock
+from grpo_lab.harness.vllm_server import vllm_python
+from grpo_lab.recorders import FileRecorder, run_clock
 from grpo_lab.tasks import get_task, task_names
 from grpo_lab.tasks.tiny_model import TinyModelSpec, make_tiny_model
-from grpo_lab.types import EngineCapabilities
-
-OWN_ENGINE = EngineCapabilities(
-    staged=True, hashes=True, token_versions=True, term_fencing=True, score_while_paused=True, events=True
-)
 
 
 def run(recipe: Recipe, console: Console) -> int:
@@ -61,9 +57,11 @@ def run(recipe: Recipe, console: Console) -> int:
             recorder.emit(declaration(recipe, attached))
             first_term = attached.newest_term + 1 if attached else 1
             outcome = _attempt(recipe, directory, recorder, started_s, first_term, console)
-            in_flight, queued = (
-                (0, 0) if outcome.ended == "clean" else unfinished_samples(read_parts(directory.events))
-            )
+            in_flight, queued = 0, 0
+            if outcome.ended == "clean":
+                end_lost_groups(read_parts(directory.events), recorder)
+            else:
+                in_flight, queued = unfinished_samples(read_parts(directory.events))
             recorder.emit(
                 RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued)
             )
@@ -91,7 +89,7 @@ def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared
         "heartbeat_stale_after_s",
     )
     values: dict[str, Any] = {name: getattr(recipe, name) for name in same}
-    own = dataclasses.asdict(OWN_ENGINE)
+    own = dataclasses.asdict(own_capabilities(recipe))
     capabilities = {f"engine-{index}": own for index in range(recipe.engines)}
     if attached is None:
         values["prefix_policy"] = "versioned"  # what our engines do unless told otherwise
@@ -114,17 +112,12 @@ def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared
     )
 
 
-def engine_urls(recipe: Recipe) -> list[str]:
-    """Addresses of the servers that the recipe attaches to."""
-    return [url.strip() for url in recipe.engine.split(",")]
-
-
 def _refuse_bad_input(recipe: Recipe) -> None:
     """Everything that can be known to fail before anything is made."""
     if recipe.world == "sim" and recipe.engine != "sim":
         raise ConfigError("engine", recipe.engine, "sim in a simulated world")
     if recipe.engine == "vllm":
-        raise ConfigError("engine", recipe.engine, "sim, or the address of a running server")
+        vllm_python()
     if recipe.world == "sim" and recipe.trainer_ranks != 1:
         raise ConfigError("trainer_ranks", recipe.trainer_ranks, "1 in a simulated world")
     if recipe.model and not Path(recipe.model, "config.json").is_file():
@@ -149,12 +142,12 @@ def _attempt(
     console: Console,
 ) -> Outcome:
     """Runs it with real processes and says how it ended."""
-    engines: list[EngineProcess] = []
+    engines: list[RunningEngine] = []
 
     def body() -> None:
         with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
             model = model_of(recipe, progress)
-            with _engines(recipe, directory, recorder, model, started_s, progress, engines) as urls:
+            with running_fleet(recipe, directory, recorder, model, started_s, progress, engines) as urls:
                 if recipe.trainer_ranks > 1:
                     train_ranks(
                         recipe,
@@ -176,7 +169,7 @@ def _attempt(
                         recorder.observe(trainer_recorder.last_id)
 
     def deaths() -> list[str]:
-        return [f"{engine.command.name} {engine.death_seen}" for engine in engines if engine.death_seen]
+        return [f"{engine.name} {engine.death_seen}" for engine in engines if engine.death_seen]
 
     return attempt(body, directory.logs / "trainer.log", deaths)
 
@@ -205,51 +198,6 @@ def model_of(recipe: Recipe, progress: RunProgress) -> Path:
     with progress.stage("tiny model (made once, then cached)"):
         spec = TinyModelSpec(architecture=recipe.architecture)
         return make_tiny_model(spec, task, recipe.seed, progress=progress.warmup).path
-
-
-@contextlib.contextmanager
-def _engines(
-    recipe: Recipe,
-    directory: RunDir,
-    recorder: ListRecorder,
-    model: Path,
-    started_s: float,
-    progress: RunProgress,
-    started: list[EngineProcess],
-) -> Iterator[Sequence[str]]:
-    """Addresses of the engines: of servers that run already, or of our own, stopped at the end."""
-    if recipe.attaches:
-        yield engine_urls(recipe)
-        return
-    options = ["--threads", str(recipe.engine_threads)]
-    options += ["--batch-invariant"] if recipe.batch_invariant else []
-    commands = [
-        simulated_engine(
-            f"engine-{index}",
-            model,
-            events=directory.events,
-            logs=directory.logs,
-            started_s=started_s,
-            seed=recipe.seed,
-            options=options,
-        )
-        for index in range(recipe.engines)
-    ]
-    try:
-        with contextlib.ExitStack() as stack:
-            with progress.stage(f"{recipe.engines} simulated vLLM"):
-                started.extend(stack.enter_context(running_engines(commands)))
-            try:
-                yield [engine.url for engine in started]
-            finally:
-                for engine in started:
-                    engine.death_seen = engine.death()
-    finally:  # they have ended, one way or the other
-        for engine in started:
-            if engine.death_seen:
-                recorder.emit(MemberDied(member=engine.command.name, detail=engine.death_seen))
-            else:
-                recorder.emit(MemberStopped(member=engine.command.name))
 
 
 @contextlib.contextmanager
