@@ -18,6 +18,7 @@ from grpo_lab.check import CheckResult, check_trace, merge_to
 from grpo_lab.errors import GrpoLabError
 from grpo_lab.events import GroupAdmitted, GroupConsumed, GroupDropped, GroupQueued, Record
 from grpo_lab.harness.run_dir import RunDir, source_commit
+from grpo_lab.ports import Recorder
 from grpo_lab.report.files import read_trace, write_report
 from grpo_lab.report.summary import summarise
 
@@ -72,6 +73,32 @@ def unfinished_samples(records: Iterable[Record]) -> tuple[int, int]:
                 in_flight.pop(group, None)
                 queued.pop(group, None)
     return sum(in_flight.values()), sum(queued.values())
+
+
+def end_lost_groups(records: Iterable[Record], recorder: Recorder) -> None:
+    """Drops the groups that were admitted and never ended: whoever had them died without a word."""
+    open_groups: dict[str, GroupAdmitted] = {}
+    newest: dict[str, str] = {}
+    for record in records:
+        match record.event:
+            case GroupAdmitted() as event:
+                open_groups[event.group] = event
+                newest[record.actor] = record.id
+            case GroupConsumed(group=group) | GroupDropped(group=group):
+                open_groups.pop(group, None)
+    for event_id in newest.values():
+        recorder.observe(event_id)
+    for lost in open_groups.values():
+        recorder.emit(
+            GroupDropped(
+                term=lost.term,
+                group=lost.group,
+                prompt_index=lost.prompt_index,
+                samples=lost.samples,
+                reason="shutdown",
+                detail="lost with the rollout worker, which died",
+            )
+        )
 
 
 def finish_run(directory: RunDir, outcome: Outcome, wall_s: float, console: Console) -> int:

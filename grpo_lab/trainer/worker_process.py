@@ -46,6 +46,7 @@ class WorkerProcess:
         self._decoder = Decoder()
         self._items: deque[RolloutGroup | DroppedGroup] = deque()
         self._failure = ""  # the worker's last words
+        self._said_stopped = False
         self._gone = ""  # how it ended without being asked to
         self._stopped = False
         self._closed = False
@@ -102,9 +103,14 @@ class WorkerProcess:
                 self._receive(deadline_s - time.monotonic())
             self._ends_within(max(0.1, deadline_s - time.monotonic()))
         finally:
+            killed = process.is_alive()
             self._make_sure_it_is_gone(process)
-        if not self._gone:
+        if self._said_stopped and not self._gone:
             self._recorder.emit(MemberStopped(member=self._spec.actor))
+        elif killed:
+            self._note_death(f"it did not stop within {STOP_TIMEOUT_S:g} s and was killed")
+        else:  # nobody waited for its samples any more when it died
+            self._note_death(self._failure or f"the rollout worker {_exit_words(process.exitcode)}")
 
     def _make_sure_it_is_gone(self, process: BaseProcess) -> None:
         for end in (process.terminate, process.kill):
@@ -183,17 +189,22 @@ class WorkerProcess:
                 self._moved_s = time.monotonic()
         elif message.kind == "failed":
             self._failure = message.body
+        elif message.kind == "stopped":
+            self._said_stopped = True
 
     def _raise_if_gone(self) -> None:
         process = self._process
         if self._stopped or process is None or not (self._failure or self._closed):
             return
-        if not self._gone:
-            self._gone = self._failure or self._how_it_died(process)
-            self._recorder.emit(MemberDied(member=self._spec.actor, detail=self._gone[:500]))
+        self._note_death(self._failure or self._how_it_died(process))
         if self._failure:
             raise WorkerError(self._failure)
         raise WorkerDied(self._gone)
+
+    def _note_death(self, words: str) -> None:
+        if not self._gone:
+            self._gone = words
+            self._recorder.emit(MemberDied(member=self._spec.actor, detail=words[:500]))
 
     def _how_it_died(self, process: BaseProcess) -> str:
         self._ends_within(KILL_TIMEOUT_S)

@@ -7,9 +7,11 @@ import pytest
 from grpo_lab.cli import run as cli_run
 from grpo_lab.cli.main import main
 from grpo_lab.errors import EngineError, ModelError
+from grpo_lab.events import GroupAdmitted, GroupDropped, Record
 from grpo_lab.harness import attached
 from grpo_lab.harness.engine_process import ServerCommand, running_engines
-from grpo_lab.harness.outcome import Outcome, _headlines, attempt
+from grpo_lab.harness.outcome import Outcome, _headlines, attempt, end_lost_groups
+from grpo_lab.recorders import ListRecorder
 from grpo_lab.types import EngineCapabilities
 
 
@@ -77,3 +79,22 @@ def test_a_model_that_the_engine_refuses_is_bad_input(tmp_path, code, kind):
     command = ServerCommand("engine-0", (sys.executable, "-c", words), tmp_path / "engine-0.log")
     with pytest.raises(kind, match=r"engine-0 did not start: .*no such model"), running_engines([command]):
         pytest.fail("it did not start")
+
+
+def test_groups_of_a_worker_that_died_unseen_are_dropped_by_the_parent():
+    def admitted(number):
+        names = {"group": f"t1.g{number}", "samples": (f"t1.g{number}.s0",)}
+        return GroupAdmitted(
+            term=1, number=number, prompt_index=number, version=1, admitted=number + 1, running=1, **names
+        )
+
+    ended = GroupDropped(term=1, group="t1.g0", prompt_index=0, samples=("t1.g0.s0",), reason="reward_failed")
+    events = [admitted(0), ended, admitted(1)]
+    records = [Record(float(place), "worker", place, (), event) for place, event in enumerate(events)]
+    recorder = ListRecorder("run", lambda: 9.0)
+    end_lost_groups(records, recorder)
+    (dropped,) = recorder.records
+    assert (dropped.event.group, dropped.event.samples) == ("t1.g1", ("t1.g1.s0",))
+    assert dropped.cause == ("worker:2",)
+    end_lost_groups([*records, dropped], recorder)
+    assert len(recorder.records) == 1

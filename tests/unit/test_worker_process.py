@@ -113,6 +113,15 @@ def test_sigkill_is_noticed_at_once_although_a_forked_child_holds_the_connection
     assert kinds(recorder) == ["member_started", "member_died"]
 
 
+def test_a_worker_that_died_unseen_is_not_told_as_stopped():
+    with serving() as engine, started(make_spec(engine.url)) as (worker, recorder):
+        worker.rollout_buffer.get(timeout=10)
+        os.kill(worker._process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+    assert kinds(recorder) == ["member_started", "member_died"]
+    assert "was killed by SIGKILL" in recorder.records[-1].event.detail
+
+
 def test_a_raising_reward_function_ends_the_run_with_its_words():
     with serving() as engine, started(make_spec(engine.url, raises)) as (worker, recorder):
         error = failure(worker)
