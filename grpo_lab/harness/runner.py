@@ -21,6 +21,7 @@ from grpo_lab.check import read_parts
 from grpo_lab.errors import ConfigError, ModelError
 from grpo_lab.events import RunDeclared, RunEnded
 from grpo_lab.harness.attached import Attached, ask_engines
+from grpo_lab.harness.engine_report import tell_about_engines
 from grpo_lab.harness.fleet import RunningEngine, engine_urls, own_capabilities, running_fleet
 from grpo_lab.harness.outcome import Outcome, attempt, end_lost_groups, finish_run, unfinished_samples
 from grpo_lab.harness.progress import RunProgress
@@ -67,7 +68,10 @@ def run(recipe: Recipe, console: Console) -> int:
             )
     except OSError as error:  # an event that tells nobody is no reason to leave the rest undone
         outcome = Outcome("failed", f"the trace in {directory.events} could not be written: {error}", 3)
-    return finish_run(directory, outcome, time.monotonic() - started_s, console)
+    code = finish_run(directory, outcome, time.monotonic() - started_s, console)
+    if recipe.engine != "sim":
+        tell_about_engines(directory, console)
+    return code
 
 
 def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared:
