@@ -34,6 +34,7 @@ class Cohort:
     def __init__(self, policy: DrawnPolicy, scheduler: Scheduler, book: TokenBook) -> None:
         self._policy, self._scheduler, self._book = policy, scheduler, book
         self._steps = 0
+        self._covered = 0
         self._numbers = itertools.count()
         self._heap: list[tuple[_Member, Request]] = []
         self._places = [0] * BLOCK_TOKENS  # members by KV entries less steps, modulo a block
@@ -55,32 +56,36 @@ class Cohort:
     def steps_to_next_end(self) -> int:
         return self._heap[0][0].ends - self._steps
 
-    def blocks_of_next_step(self) -> int:
-        return self._places[-self._steps % BLOCK_TOKENS]
-
     def steps_within(self, most: int, blocks: int) -> int:
-        """How many steps, up to ``most``, need no more than ``blocks`` further blocks."""
+        """How many steps beyond the covered ones, up to ``most``, need no more than ``blocks`` blocks."""
         steps, members = 0, len(self)
         if members:  # any 16 steps in a row need a block each
             rounds = min(most // BLOCK_TOKENS, blocks // members)
             steps, blocks = rounds * BLOCK_TOKENS, blocks - rounds * members
         while steps < most:
-            blocks -= self._places[-(self._steps + steps) % BLOCK_TOKENS]
+            blocks -= self._needed_at(self._covered + steps)
             if blocks < 0:
                 break
             steps += 1
         return steps
 
-    def reserve(self, steps: int) -> None:
-        """Reserves the blocks of the next ``steps`` steps."""
-        rounds, rest = divmod(steps, BLOCK_TOKENS)
-        blocks = rounds * len(self) + sum(
-            self._places[-(self._steps + step) % BLOCK_TOKENS] for step in range(rest)
-        )
+    def cover(self, steps: int) -> None:
+        """Reserves the blocks of the next ``steps`` steps, as far as they are not reserved yet."""
+        rounds, rest = divmod(steps - self._covered, BLOCK_TOKENS)
+        if rounds < 0:
+            return
+        blocks = rounds * len(self) + sum(self._needed_at(self._covered + step) for step in range(rest))
         self._scheduler.pool.reserve(blocks)
+        self._covered = steps
+
+    def _needed_at(self, steps: int) -> int:
+        """Blocks that the step needs before which ``steps`` others run."""
+        return self._places[-(self._steps + steps) % BLOCK_TOKENS]
 
     def advance(self, steps: int) -> None:
-        """``steps`` steps, whose blocks are reserved, have run; at most until the next end."""
+        """``steps`` covered steps have run; at most until the next end."""
+        assert steps <= self._covered
+        self._covered -= steps
         self._steps += steps
         self.context_tokens += steps * len(self)
 
@@ -93,29 +98,32 @@ class Cohort:
             finished.append(request)
         return finished
 
-    def dissolve(
-        self, identity: WeightIdentity, step: int, now_s: float, *, reserved: bool = False
-    ) -> list[Request]:
-        """All leave, in running order; ``step`` was the engine's last one. With ``reserved`` they hold the
-        block of the step that is under way, too.
+    def dissolve(self, identity: WeightIdentity, step: int, now_s: float) -> list[Request]:
+        """All leave, in running order; ``step`` was the engine's last one. A step that is covered keeps its
+        blocks, as it is under way.
         """
         members = sorted(self._heap, key=lambda row: row[0].number)
         self._heap.clear()
+        covered, self._covered = self._covered, 0
         for member, request in members:
-            self._leave(member, request, identity, step, now_s)
-            if reserved and request.num_computed_tokens % BLOCK_TOKENS == 0:
-                request.block_table += self._scheduler.pool.allocate(1, reserved=True)
-        assert self.context_tokens == 0
+            self._leave(member, request, identity, step, now_s, covered)
         return [request for _, request in members]
 
     def _leave(
-        self, member: _Member, request: Request, identity: WeightIdentity, step: int, now_s: float
+        self,
+        member: _Member,
+        request: Request,
+        identity: WeightIdentity,
+        step: int,
+        now_s: float,
+        covered: int = 0,
     ) -> None:
         steps = self._steps - member.joined
         self._places[(request.num_computed_tokens - member.joined) % BLOCK_TOKENS] -= 1
         self.context_tokens -= request.num_computed_tokens + steps
+        entries = request.num_computed_tokens + steps + covered
+        blocks = -(-entries // BLOCK_TOKENS) - len(request.block_table)
+        request.block_table += self._scheduler.pool.allocate(blocks, reserved=True)
         if steps:
-            blocks = -(-(request.num_computed_tokens + steps) // BLOCK_TOKENS) - len(request.block_table)
-            request.block_table += self._scheduler.pool.allocate(blocks, reserved=True)
             tokens, logprobs = self._policy.draw(request, steps)
             self._book.apply_decodes(request, tokens, logprobs, identity, step, now_s)

@@ -85,6 +85,7 @@ class EngineCore:
         self._stepping = False
         self._leaving: list[Request] = []
         self._device = asyncio.Lock()
+        self._claims = 0  # how many wait for the device to do something else than a step
         self._wake = asyncio.Event()
         self._changes: list[asyncio.Future[None]] = []
         self._failure: BaseException | None = None
@@ -131,6 +132,11 @@ class EngineCore:
             RequestRefused(engine=self.config.name, request=request_id, status=503, detail=detail, term=term)
         )
         raise NotInService(detail)
+
+    def interrupt(self) -> None:
+        """Something is about to change what the next step does, or how long it takes. Here a single step is
+        all that is ever under way, and what has begun is not changed.
+        """
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -181,8 +187,8 @@ class EngineCore:
             extras=extras,
         )
         paused = self._state is not RunState.RUNNING
-        if not paused:
-            self._interrupt()
+        if not paused and len(self.scheduler.running) < self.config.max_num_seqs:
+            self.interrupt()  # the next step may take it in
         (self._held.append if paused else self.scheduler.add)(request)
         self._wake.set()
         self.recorder.emit(admitted_event(self.config.name, request, self.identity, term, paused=paused))
@@ -209,7 +215,7 @@ class EngineCore:
         """Returns the named requests unfinished, paused or not; unknown ids are ignored."""
         self.check_alive()
         names = set(request_ids)
-        known = [r for r in [*self.scheduler.in_flight(), *self._held] if r.request_id in names]
+        known = [request for request in self.live() if request.request_id in names]
         self._abort(known)
         return [request.request_id for request in known]
 
@@ -220,23 +226,43 @@ class EngineCore:
         self._abort(live)
         return [request.request_id for request in live]
 
+    def live(self) -> list[Request]:
+        """Every request that has not ended."""
+        return [*self.scheduler.in_flight(), *self._held]
+
     @property
     def failure(self) -> BaseException | None:
         """What made the engine dead, if anything has."""
         return self._failure
 
+    @property
+    def next_step(self) -> int:
+        """Number of the step that comes next."""
+        return self._next_step
+
+    def kill(self, error: BaseException) -> None:
+        """The engine is dead from now on, as after a step that failed."""
+        self._fail(error)
+
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """While it lasts no step runs and no weight changes."""
-        self._interrupt()
-        async with self._device:
+        self._claims += 1
+        try:
+            self.interrupt()
+            await self._device.acquire()
+        finally:
+            self._claims -= 1
+        try:
+            self._settle()
             yield
+        finally:
+            self._device.release()
 
     async def exclusively(self, function: Callable[[], T]) -> T:
         """Runs a blocking function while no step runs and no weight changes."""
         self.check_alive()
-        self._interrupt()
-        async with self._device:
+        async with self.held():
             return await self.runner.run(function)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -271,13 +297,11 @@ class EngineCore:
                 return  # resumed or frozen by somebody else meanwhile
         # Set before waiting for the step in progress, so that no further one begins.
         self._state = RunState.FROZEN
-        self._interrupt()
         self._announce_change()
-        async with self._device:
+        async with self.held():
             self.check_alive()
             if self._state is not RunState.FROZEN:
                 return
-            self._settle()
             aborted: list[Request] = []
             if mode == "abort":
                 aborted = [*self.scheduler.in_flight(), *self._held]
@@ -305,7 +329,7 @@ class EngineCore:
             return
         self._state = RunState.RUNNING
         self._keep_kv = False
-        self._interrupt()
+        self.interrupt()
         for request in self._held:
             self.scheduler.add(request)
         self._held.clear()
@@ -353,10 +377,8 @@ class EngineCore:
         ``loaded`` runs once they are in place, before they are announced as active. KV of older weights
         is dropped and computed again, unless the pause that holds asked to keep it.
         """
-        self._interrupt()
-        async with self._device:
+        async with self.held():
             self.check_alive()
-            self._settle()
             await self._write_weights(identity)
             self.identity = identity
             loaded()
@@ -467,11 +489,6 @@ class EngineCore:
         self._leaving.clear()
         for request in finished:
             self._finish(request)
-
-    def _interrupt(self) -> None:
-        """Something else than a step is about to change what the next step does. Here a step is all that is
-        ever under way, and whoever interrupts waits for its end.
-        """
 
     def _settle(self) -> None:
         """Requests are about to be looked at between two steps, or aborted during one."""

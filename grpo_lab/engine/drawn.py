@@ -62,13 +62,18 @@ class RepeatPolicy(SyntheticPolicy):
         return StepOutput([tokens[0] for tokens, _ in drawn], [logprobs[0] for _, logprobs in drawn])
 
     def final_tokens(self, request: Request) -> int:
+        if self._word(request) in request.stop_token_ids:
+            return max(request.num_output_tokens + 1, request.sampling.min_tokens)
         return min(self._length(request), request.sampling.max_tokens)
 
     def draw(self, request: Request, count: int) -> tuple[list[int], list[float]]:
-        tokens = [request.sample_key % (self.vocab_size - 1)] * count
+        tokens = [self._word(request)] * count
         if request.num_output_tokens + count >= self._length(request):
             tokens[-1] = self.vocab_size - 1
         return tokens, [self._logprob] * count
+
+    def _word(self, request: Request) -> int:
+        return request.sample_key % (self.vocab_size - 1)
 
     def _length(self, request: Request) -> int:
         if self.vocab_size - 1 not in request.stop_token_ids:
