@@ -5,7 +5,9 @@ from __future__ import annotations
 from grpo_lab.check.naming import Identity, Weights, sync_name, weights_name
 from grpo_lab.check.rule import Context, Rule, on
 from grpo_lab.events import (
+    EngineAcknowledged,
     EngineAdmitted,
+    EngineFailed,
     EngineFenced,
     EngineProved,
     EngineResumed,
@@ -52,6 +54,7 @@ class CommitNeedsTheView(Rule):
         self._starts: dict[str, str] = {}  # engine -> start id of the run that was taken in
         self._filled: set[str] = set()  # engines that were proved of something in that run
         self._met: set[str] = set()
+        self._unanswered: set[str] = set()  # engines whose last resume got no answer
         self._proofs_told = False
 
     @on(ViewChanged)
@@ -113,6 +116,14 @@ class CommitNeedsTheView(Rule):
         assert isinstance(event, EngineFenced)
         self._fenced[event.engine] = (event.start, record.id)
 
+    @on(EngineFailed, EngineAcknowledged)
+    def asked_to_resume(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, (EngineFailed, EngineAcknowledged))
+        if event.call == "resume" and event.engine not in self._fenced:
+            failed = isinstance(event, EngineFailed)
+            (self._unanswered.add if failed else self._unanswered.discard)(event.engine)
+
     @on(EngineAdmitted)
     def taken_in(self, record: Record) -> None:
         event = record.event
@@ -139,7 +150,10 @@ class CommitNeedsTheView(Rule):
         event = record.event
         assert isinstance(event, EngineResumed)
         _, proof = self._fenced.get(event.engine, ("", ""))
-        if proof:
+        if proof and event.engine in self._unanswered:
+            # It was asked before it was fenced, and the request took its time: nobody can call that back.
+            self._unanswered.discard(event.engine)
+        elif proof:
             self.count()
             self.violate(f"{event.engine} was resumed although it had been fenced", record, proof)
         else:
@@ -160,6 +174,7 @@ class CommitNeedsTheView(Rule):
             self._loaded.pop(event.member, None)
             self._proved.pop(event.member, None)
         self._fenced.pop(event.member, None)
+        self._unanswered.discard(event.member)
         self._outside.pop(event.member, None)
         self._met.discard(event.member)
 

@@ -216,6 +216,7 @@ class _Drive:
     async def _recover(self) -> None:
         """Faults are over: one more sync, in a new term after an interruption, must move the version."""
         world = self.world
+        await world.faults.over(0.0)
         world.end_faults()
         before = world.committed
         if self._scope.interruption and world.the_coordinator.state is not SyncState.DISCONNECTED:

@@ -402,6 +402,24 @@ def test_s11_who_is_left_out_serves(fenced: bool) -> None:
     assert trace.violated() == left_out | ({"S11"} if fenced else {"S11", "S3"})
 
 
+@pytest.mark.parametrize("resumes", [1, 2])
+def test_s11_a_resume_that_was_under_way_at_the_fence_may_still_take_effect_once(resumes: int) -> None:
+    trace = SyncTrace(TWO)
+    trace.sync(1)
+    trace.begin(2)
+    for engine in TWO:
+        trace.pause(engine, 2)
+    trace.transfer(2)
+    trace.commit(2)
+    trace.resume("engine-0", 2)
+    trace.emit("trainer", ev.EngineFailed(engine="engine-1", call="resume", detail="no answer within 10 s"))
+    trace.fence("engine-1")
+    trace.end(2)
+    for _ in range(resumes):
+        trace.engine_emit("engine-1", ev.EngineResumed(engine="engine-1", term=1))
+    assert trace.violated() == (set() if resumes == 1 else {"S11"})
+
+
 # -- S13 -----------------------------------------------------------------------------------------------
 
 
