@@ -171,7 +171,9 @@ class Completion:
     """What an engine returned for one request.
 
     ``logprobs[i]`` is the log-probability of ``token_ids[i]`` under the distribution it was drawn from.
-    ``finish_reason`` is ``stop``, ``length`` or ``abort``. ``engine`` is the engine's member name.
+    ``finish_reason`` is ``stop``, ``length`` or ``abort``. ``engine`` is the engine's member name. ``spans``
+    come from the engine itself, or (``pause_windows``) from its weight version being the same before and
+    after the request: versions move only while it is paused.
     """
 
     request_id: str
@@ -180,6 +182,7 @@ class Completion:
     finish_reason: Literal["stop", "length", "abort"]
     spans: tuple[VersionSpan, ...] = ()
     engine: str = ""
+    version_source: Literal["engine", "pause_windows"] = "engine"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ DEFAULT_PYTHON = Path(".venv-vllm", "bin", "python")
 PARENT_VARIABLE = "GRPO_LAB_PARENT_PID"  # read by grpo_lab.vllm_plugin.lifeline
 
 _SHARED_MEMORY = re.compile(r"/dev/shm/\S+")  # noqa: S108 - the directory for POSIX shared memory
+_ERROR_LINE = re.compile(r"^.*?\bERROR\b[^\]]*\] (\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -82,6 +83,8 @@ class VllmServerConfig:
             *("--dtype", self.dtype, "--enforce-eager", "--enable-scale-out"),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),  # explicit: no profiling run
+            # vLLM 0.32 dies of a chunked prefill of a seeded request ("CPU Generator does not use offset").
+            *("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(2048, self.max_model_len))),
         ]
         if self.served_model_name:
             flags += ["--served-model-name", self.served_model_name]
@@ -180,7 +183,15 @@ class VllmServer:
         if code is None:
             return ""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{how} (pid {self.pid}); see {self.config.log}"
+        words = self._first_error()
+        return f"{how} (pid {self.pid}){f'; it said: {words}' if words else ''}; see {self.config.log}"
+
+    def _first_error(self) -> str:
+        """What the first traceback of its log ends with: the others follow from it."""
+        with contextlib.suppress(OSError):
+            found = _ERROR_LINE.search(self.config.log.read_text(encoding="utf-8", errors="replace"))
+            return found[1][:300] if found else ""
+        return ""
 
     def log_tail(self, lines: int = SHOWN_LOG_LINES) -> str:
         """The last lines of its log."""

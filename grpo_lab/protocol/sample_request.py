@@ -255,7 +255,7 @@ class SampleRequester:
                 logprobs=len(whole.logprobs),
                 logprobs_finite=finite,
                 spans=tuple((span.term, span.version, span.start, span.end) for span in whole.spans),
-                version_source="engine" if whole.spans else "none",
+                version_source=whole.version_source if whole.spans else "none",
                 duration_s=duration_s,
             )
         )
@@ -305,4 +305,5 @@ def _join(sample_id: str, parts: Sequence[Completion]) -> Completion:
         finish_reason=parts[-1].finish_reason,
         spans=tuple(spans),
         engine=parts[-1].engine,
+        version_source=parts[-1].version_source,
     )

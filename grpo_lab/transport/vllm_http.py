@@ -7,6 +7,7 @@ with the server's own words).
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,18 @@ import httpx
 from grpo_lab.errors import ConfigError, EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from grpo_lab.ports import Recorder
 from grpo_lab.transport.connections import KeepAliveTransport
+from grpo_lab.transport.lab_wire import (
+    ABANDON_PATH,
+    CAPABILITIES_PATH,
+    CAUSE_HEADER,
+    KIND_HEADER,
+    LEASE_HEADER,
+    PLAN_HEADER,
+    SCORE_PATH,
+    SYNC_HEADER,
+    TERM_HEADER,
+)
+from grpo_lab.transport.vllm_features import OPENAPI_PATH, TOKEN_ROUTE, VllmFeatures, features_of
 from grpo_lab.types import (
     Completion,
     EngineCapabilities,
@@ -28,10 +41,9 @@ from grpo_lab.types import (
     VersionSpan,
 )
 
-CAUSE_HEADER = "x-grpo-lab-cause"
-PLAN_HEADER = "x-grpo-lab-plan"
 PROCESS_START = "process_start_time_seconds"
 STOCK = EngineCapabilities()
+UNSYNCED = "default"  # the version of weights from disk
 _NOT_FOUND = 404
 
 
@@ -45,6 +57,8 @@ class HttpTimeouts:
         pause_s: until a pause is answered (``wait`` drains the running requests).
         transfer_s: until an update, a finish or a join is answered.
         generate_s: until a completion is there, pauses included.
+        lease_s: until an engine with our plugin may take a trainer that paused it, and is silent, for dead;
+            longer than any step between two calls.
     """
 
     connect_s: float = 5.0
@@ -52,6 +66,7 @@ class HttpTimeouts:
     pause_s: float = 300.0
     transfer_s: float = 300.0
     generate_s: float = 1800.0
+    lease_s: float = 180.0
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -86,6 +101,8 @@ class VllmHttpEngine:
         self._recorder = recorder
         self._timeouts = timeouts or HttpTimeouts()
         self._capabilities = STOCK
+        self._features = VllmFeatures()
+        self._has_score_route = False
         self._seen_term = 0
         self._start_id = ""
         self._discovered = not discover_on_use
@@ -119,17 +136,23 @@ class VllmHttpEngine:
         models = await self._call("GET", "/v1/models")
         self._model = str(_field(models, "data", list)[0]["id"])
         try:
-            known = await self._call("GET", "/grpo_lab/capabilities")
+            known = await self._call("GET", CAPABILITIES_PATH)
         except EngineRefused as error:
             if error.status != _NOT_FOUND:
                 raise
-            self._capabilities = EngineCapabilities(token_versions=await self._has_token_route())
+            self._features = features = await self._described()
+            token_route = features.token_route
+            self._capabilities = EngineCapabilities(
+                token_versions=await self._has_token_route() if token_route is None else token_route
+            )
+            self._has_score_route = False
             self._start_id = await self._process_start()
         else:
             names = {item.name for item in dataclasses.fields(EngineCapabilities)}
             self._capabilities = EngineCapabilities(
                 **{key: bool(value) for key, value in known.items() if key in names}
             )
+            self._has_score_route = self._capabilities.score_while_paused
             self._seen_term = int(known.get("seen_term", 0))
             self._start_id = str(known.get("start_id", ""))
         self._discovered = True
@@ -147,10 +170,9 @@ class VllmHttpEngine:
         return int(_field(await self._call("GET", "/get_world_size"), "world_size", int))
 
     async def pause(self, mode: PauseMode, clear_cache: bool, term: int) -> None:
-        query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
-        await self._call(
-            "POST", "/pause", params=query, headers=_term(term), timeout_s=self._timeouts.pause_s
-        )
+        query = self._features.pause_query(mode, clear_cache)
+        headers = {LEASE_HEADER: f"{self._timeouts.lease_s:g}", **_term(term)}
+        await self._call("POST", "/pause", params=query, headers=headers, timeout_s=self._timeouts.pause_s)
 
     async def resume(self, term: int) -> None:
         await self._call("POST", "/resume", headers=_term(term))
@@ -164,7 +186,8 @@ class VllmHttpEngine:
         return str(response.headers.get(PLAN_HEADER, ""))
 
     async def start_update(self, sync: SyncId) -> None:
-        await self._call("POST", "/start_weight_update", headers=_sync(sync))
+        if self._features.four_phases:
+            await self._call("POST", "/start_weight_update", headers=_sync(sync))
 
     async def update(self, sync: SyncId, info: JsonDict) -> None:
         await self._call(
@@ -176,6 +199,8 @@ class VllmHttpEngine:
         )
 
     async def finish_update(self, sync: SyncId) -> None:
+        if not self._features.four_phases:  # the update itself has put the weights in force
+            return
         await self._call(
             "POST",
             "/finish_weight_update",
@@ -185,7 +210,7 @@ class VllmHttpEngine:
         )
 
     async def abandon_update(self, sync: SyncId) -> None:
-        await self._call("POST", "/grpo_lab/abandon_weight_update", {}, headers=_sync(sync))
+        await self._call("POST", ABANDON_PATH, {}, headers=_sync(sync))
 
     async def weight_info(self) -> str:
         return str(_field(await self._call("GET", "/weight_info"), "weight_version", str))
@@ -195,8 +220,11 @@ class VllmHttpEngine:
         return {str(key): str(value) for key, value in _field(body, "checksums", dict).items()}
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """By our own route, or as the logprobs of a prompt, which a paused vLLM does not answer."""
+        if not self._has_score_route:
+            return list(await asyncio.gather(*(self._prompt_logprobs(tuple(ids)) for ids in sequences)))
         body = {"sequences": [list(ids) for ids in sequences]}
-        answer = await self._call("POST", "/grpo_lab/score", body, timeout_s=self._timeouts.transfer_s)
+        answer = await self._call("POST", SCORE_PATH, body, timeout_s=self._timeouts.transfer_s)
         return [[float(value) for value in row] for row in _field(answer, "logprobs", list)]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -204,24 +232,32 @@ class VllmHttpEngine:
             await self._call("POST", "/abort_requests", {"request_ids": list(request_ids)})
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Token ids in and out; spans are empty where the engine does not report token versions."""
+        """Token ids in and out. Where the engine does not report token versions, the spans are empty if its
+        weight version moved meanwhile.
+        """
         if not self._discovered:
             await self.discover()
-        headers = {"x-request-id": request.request_id, "x-grpo-lab-kind": request.kind}
+        headers = {"x-request-id": request.request_id, KIND_HEADER: request.kind}
         headers |= _term(request.term)
         with_versions = self._capabilities.token_versions
         sampling = _sampling(request.sampling)
         if with_versions:
-            path = "/inference/v1/generate"
+            path = TOKEN_ROUTE
             body: JsonDict = {"token_ids": list(request.prompt_token_ids), "sampling_params": sampling}
         else:
             path = "/v1/completions"
             body = {"prompt": list(request.prompt_token_ids), "return_token_ids": True, **sampling}
         if self._model:
             body["model"] = self._model
+        before = "" if with_versions else await self._version_or_none()
         answer = await self._call("POST", path, body, headers=headers, timeout_s=self._timeouts.generate_s)
         try:
-            return self._completion(request.request_id, answer["choices"][0], with_versions)
+            completion = self._completion(request.request_id, answer["choices"][0], with_versions)
+            if before and before == await self._version_or_none():  # it moves only while nothing is decoded
+                whole = {"version": before, "start": 0, "end": len(completion.token_ids)}
+                spans = _spans([whole])
+                return dataclasses.replace(completion, spans=spans, version_source="pause_windows")
+            return completion
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._name} answered {path} in another form: {error!r} in {str(answer)[:300]}"
@@ -256,10 +292,39 @@ class VllmHttpEngine:
         lines = response.text.splitlines()
         return next((line.split()[1] for line in lines if line.startswith(f"{PROCESS_START} ")), "")
 
+    async def _version_or_none(self) -> str:
+        """The weight version, "" where it cannot be had or is not one of ours."""
+        try:
+            label = await self.weight_info()
+            return label if label == UNSYNCED else str(SyncId.parse(label))
+        except (EngineError, ValueError):
+            return ""
+
+    async def _described(self) -> VllmFeatures:
+        try:
+            return features_of(await self._call("GET", OPENAPI_PATH))
+        except EngineRefused:
+            return VllmFeatures()
+
+    async def _prompt_logprobs(self, ids: tuple[int, ...]) -> list[float]:
+        body: JsonDict = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        if self._model:
+            body["model"] = self._model
+        headers = {KIND_HEADER: "canary"}
+        limit_s = self._timeouts.transfer_s
+        answer = await self._call("POST", "/v1/completions", body, headers=headers, timeout_s=limit_s)
+        try:
+            rows = answer["choices"][0]["prompt_logprobs"]
+            return [float(rows[i][str(ids[i])]["logprob"]) for i in range(1, len(ids))]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{self._name} gave no logprobs of a prompt: {error!r} in {str(answer)[:300]}"
+            ) from error
+
     async def _has_token_route(self) -> bool:
         """An empty body is a 400 where the route exists."""
         try:
-            await self._call("POST", "/inference/v1/generate", {})
+            await self._call("POST", TOKEN_ROUTE, {})
         except EngineRefused as error:
             return error.status != _NOT_FOUND
         return True
@@ -342,18 +407,18 @@ def _spans(rows: Sequence[Any]) -> tuple[VersionSpan, ...]:
     spans = []
     for row in rows:
         label, start, end = row["version"], int(row["start"]), int(row["end"])
-        sync = None if label == "default" else SyncId.parse(label)
+        sync = None if label == UNSYNCED else SyncId.parse(label)
         term, version = sync.weights if sync is not None else (0, 0)
         spans.append(VersionSpan(term, version, start, end, row.get("kv_version")))
     return tuple(spans)
 
 
 def _term(term: int) -> dict[str, str]:
-    return {"x-grpo-lab-term": str(term)} if term else {}
+    return {TERM_HEADER: str(term)} if term else {}
 
 
 def _sync(sync: SyncId) -> dict[str, str]:
-    return {"x-grpo-lab-sync": str(sync), **_term(sync.term)}
+    return {SYNC_HEADER: str(sync), **_term(sync.term)}
 
 
 def _field(body: JsonDict, name: str, kind: type) -> Any:
