@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from grpo_lab.harness.engine_process import EngineProcess, ServerCommand
+from grpo_lab.events import Record, VersionCommitted
 from grpo_lab.harness.recipe import RECIPES
 from grpo_lab.tasks import get_task
 from grpo_lab.tasks.tiny_model import TinyModelSpec, build_model
@@ -72,6 +75,22 @@ class Run:
                 return
             time.sleep(0.05)
         raise AssertionError(f"no {kind} of {actor}: {self.process.communicate(timeout=5)[0]}")
+
+    def rows(self, actor: str) -> list[dict]:
+        """What an actor has written so far."""
+        part = self.directory / "events" / f"{actor}.jsonl"
+        lines = part.read_text().splitlines(keepends=True) if part.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait_for_line(self, actor: str, wanted: Callable[[dict], bool]) -> dict:
+        """The first such event."""
+        deadline = time.monotonic() + BOUND_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for row in self.rows(actor):
+                if wanted(row):
+                    return row
+            time.sleep(0.1)
+        raise AssertionError(f"it never came: {self.process.communicate(timeout=5)[0]}")
 
     def pid_of(self, word: str) -> int:
         (process,) = [one for one in self.family if word in " ".join(one.cmdline())]
@@ -138,6 +157,36 @@ def test_an_interrupted_run_ends_in_seconds_with_its_report(start, number):
     assert run.summary()["ended"] == "interrupted"
     assert run.summary()["violations"] == 0, output
     assert (run.directory / "report.html").exists()
+    run.assert_nothing_left()
+
+
+def plant_a_violation(run):
+    """A part of the trace in which an actor of its own commits a version out of order."""
+    event = VersionCommitted(term=1, version=999, attempt=1, view=1, members=("engine-0",))
+    record = Record(0.0, "planted", 0, (), event)
+    (run.directory / "events" / "planted.jsonl").write_text(record.to_line() + "\n")
+
+
+def test_a_strict_run_stops_at_the_first_violation(start):
+    run = start("--steps", "10000", "--strict")
+    run.wait_for("trainer", "optimizer_step_applied")
+    plant_a_violation(run)
+    code, output = run.end()
+    assert code == 1, output
+    assert "strict: S1 was violated" in " ".join(output.split())
+    assert run.summary()["ended"] == "failed"
+    run.assert_nothing_left()
+
+
+def test_a_violation_is_shown_while_the_run_goes_on(start):
+    run = start("--steps", "10000")
+    run.wait_for("trainer", "optimizer_step_applied")
+    plant_a_violation(run)
+    shown = next(line for line in run.process.stdout if "violated" in line)
+    assert shown.startswith("S1 violated: ")
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.end()
+    assert code == 130, output
     run.assert_nothing_left()
 
 
@@ -208,6 +257,55 @@ def test_one_of_two_killed_engines_is_fenced_and_the_run_goes_on(start):
     trace = (run.directory / "events.jsonl").read_text()
     assert '"kind":"engine_fenced","engine":"engine-1"' in trace
     assert run.summary()["weight_versions"] == 25
+    run.assert_nothing_left()
+
+
+@contextlib.contextmanager
+def server(model: Path, log: Path, port: int = 0):
+    """A ``grpo-lab serve`` of one's own; gives its port and a way to kill it."""
+    options = ("--port", str(port), "--parent-pid", str(os.getpid()))
+    command = (sys.executable, "-m", "grpo_lab.cli.serve", str(model), *options)
+    engine = EngineProcess(ServerCommand(log.stem, command, log))
+    try:
+        engine.wait_ready()
+        yield engine
+    finally:
+        engine.stop()
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_restarts_on_its_address_is_taken_in_again(start, model, tmp_path):
+    """It is fenced when it dies, gets the next version after its restart, and only then rollouts."""
+    with server(model, tmp_path / "first.log") as first, server(model, tmp_path / "second.log") as second:
+        run = start("--steps", "10000", "--engine", f"{first.url},{second.url}")
+        run.wait_for("worker", "sample_completed")
+        os.kill(second.pid, signal.SIGKILL)
+        run.wait_for("trainer", "engine_fenced")
+        with server(model, tmp_path / "again.log", int(second.url.rsplit(":", 1)[1])):
+            back = run.wait_for_line(
+                "trainer", lambda row: row["kind"] == "engine_admitted" and row["version"] > 1
+            )
+            committed = run.wait_for_line(
+                "trainer",
+                lambda row: row["kind"] == "version_committed" and row["version"] == back["version"],
+            )
+            assert "engine-1" in committed["members"]
+            served = run.wait_for_line(
+                "worker",
+                lambda row: (
+                    row["kind"] == "sample_completed"
+                    and row["engine"] == "engine-1"
+                    and row["spans"][0][1] >= back["version"]
+                ),
+            )
+            assert served["version_source"] == "engine"
+            run.process.send_signal(signal.SIGINT)
+            code, output = run.end()
+    assert code == 130, output
+    assert run.summary()["violations"] == 0, output
+    (fenced,) = [row for row in run.rows("trainer") if row["kind"] == "engine_fenced"]
+    assert (fenced["engine"], back["engine"]) == ("engine-1", "engine-1")
+    assert fenced["start"] != back["start"]
     run.assert_nothing_left()
 
 
