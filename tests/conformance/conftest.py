@@ -1,0 +1,31 @@
+"""Fixtures of the contract: the models, the servers, and what was played on whom."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from contract_engines import make_model
+from contract_servers import servers
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """In ``CONFORMANCE_DIR`` if that is given, so that a server can be started on it beforehand."""
+    place = os.environ.get("CONFORMANCE_DIR")
+    directory = Path(place) if place else tmp_path_factory.mktemp("conformance")
+    return make_model(directory / "model")
+
+
+@pytest.fixture(scope="session")
+def owner(tmp_path_factory):
+    with servers(tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def sync_numbers():
+    """Versions never repeat on a server that several rows use."""
+    return itertools.count(int(os.environ.get("CONFORMANCE_FIRST_VERSION", "1")))

@@ -1,0 +1,191 @@
+"""Server processes of the suite: ``grpo-lab serve`` and a real vLLM. Started when first needed, always stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+STOCK_PLUGIN = Path(__file__).parent / "stock_plugin"
+START_S = float(os.environ.get("CONFORMANCE_START_S", "240"))
+API_KEY = "a-key-of-the-conformance-suite"
+MAX_NUM_SEQS = 32
+MAX_MODEL_LEN = 1024
+
+
+@dataclass
+class Server:
+    """A process of its own group, and its address."""
+
+    process: subprocess.Popen[bytes] | None  # None: started by somebody else
+    url: str
+    log: Path
+
+    def alive(self) -> bool:
+        return self.process is None or self.process.poll() is None
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code. Raises ``subprocess.TimeoutExpired``."""
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        for number, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience_s)
+            if not _group_lives(self.process.pid):
+                return
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def vllm_command(model: Path, port: int, profile: str, more: Sequence[str] = ()) -> list[str]:
+    """The fast flags of a CPU server: eager, an explicit KV size, no warm-up."""
+    command = [
+        str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--enforce-eager",
+        "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--dtype", "float32",
+        "--kv-cache-memory-bytes", str(64 << 20), "--enable-scale-out",
+    ]  # fmt: skip
+    backend = {"main": "lab_shm", "stock": "gloo_packed", "doomed": "gloo_packed"}.get(profile)
+    if backend:
+        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    if profile == "keyed":
+        command += ["--api-key", API_KEY]
+    return [*command, *more]
+
+
+def vllm_environment(profile: str) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": f"{STOCK_PLUGIN}{os.pathsep}{REPOSITORY}",
+    }
+    environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    environment.pop("VLLM_SERVER_DEV_MODE", None)
+    if profile != "keyed":
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
+    return environment
+
+
+def simulated_command(model: Path, port: int, profile: str, more: Sequence[str] = ()) -> list[str]:
+    command = [
+        sys.executable, "-m", "grpo_lab.cli.serve", str(model), "--port", str(port),
+        "--served-model-name", "m", "--max-num-seqs", str(MAX_NUM_SEQS),
+        "--max-model-len", str(MAX_MODEL_LEN), "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip
+    if profile == "keyed":
+        command += ["--no-rl-routes", "--api-key", API_KEY]
+    return [*command, *more]
+
+
+def start(command: Sequence[str], environment: dict[str, str], port: int, log: Path) -> Server:
+    """Raises ``RuntimeError`` with the end of the log when it ends, or is not ready within ``START_S``."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    deadline_s = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/health", timeout=5, trust_env=False).status_code == 200:
+                return server
+        if not server.alive() or time.monotonic() > deadline_s:
+            server.stop()
+            end = log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"{command[:3]} was not ready within {START_S:g} s:\n{end}")
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def attached() -> dict[tuple[str, str], str]:
+    """Servers that run already: ``CONFORMANCE_ATTACH=vllm-main=http://127.0.0.1:8000``, several with commas."""
+    pairs = filter(None, os.environ.get("CONFORMANCE_ATTACH", "").split(","))
+    split = (pair.split("=", 1) for pair in pairs)
+    return {tuple(name.rsplit("-", 1)): url for name, url in split}  # type: ignore[misc]
+
+
+class Servers:
+    """One server a kind, profile and model, kept until ``close``; ``doomed`` ones are replaced when dead."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: dict[tuple[str, str, Path], Server] = {}
+        self._attached = attached()
+        self.starts_s: list[tuple[str, float]] = []
+
+    def get(self, kind: str, profile: str, model: Path) -> Server:
+        if (kind, profile) in self._attached:
+            return Server(None, self._attached[kind, profile], self._logs)
+        key = (kind, profile, model)
+        server = self._running.get(key)
+        if server is None or not server.alive():
+            server = self._running[key] = self._start(kind, profile, model)
+        return server
+
+    def drop(self, kind: str, profile: str, model: Path) -> None:
+        server = self._running.pop((kind, profile, model), None)
+        if server is not None:
+            server.stop()
+
+    def _start(self, kind: str, profile: str, model: Path) -> Server:
+        port, began_s = free_port(), time.monotonic()
+        log = self._logs / f"{kind}-{profile}-{port}.log"
+        if kind == "vllm":
+            server = start(vllm_command(model, port, profile), vllm_environment(profile), port, log)
+        else:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            server = start(simulated_command(model, port, profile), environment, port, log)
+        self.starts_s.append((f"{kind} {profile}", time.monotonic() - began_s))
+        return server
+
+    def close(self) -> None:
+        running, self._running = self._running, {}
+        for server in running.values():
+            server.stop()
+
+
+@contextlib.contextmanager
+def servers(logs: Path) -> Iterator[Servers]:
+    owner = Servers(logs)
+    try:
+        yield owner
+    finally:
+        owner.close()

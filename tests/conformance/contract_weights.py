@@ -1,0 +1,116 @@
+"""Three sets of weights of one tiny model, what each says of a fixed prompt, and senders that can do wrong."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_lab.packing import BucketPlan, Packer
+from grpo_lab.tasks.tokenizer import make_tokenizer
+from grpo_lab.types import Bucket
+
+SETS = ("w0", "w1", "w2")  # w0 lies on disk: what a server begins with
+PROMPT = (5, 7, 9, 11)
+CANARY_TOKENS = 12
+MAX_MODEL_LEN = 1024
+BUCKET_BYTES = 64 << 10
+TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Model:
+    """``directory`` is a Hugging Face directory with the weights w0."""
+
+    directory: Path
+    tied: bool = False
+
+    @cached_property
+    def config(self) -> Qwen2Config:
+        return Qwen2Config(
+            vocab_size=22,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,  # heads of 32: vLLM's CPU attention has no smaller ones
+            num_key_value_heads=1,
+            max_position_embeddings=MAX_MODEL_LEN,
+            tie_word_embeddings=self.tied,
+            eos_token_id=1,
+            bos_token_id=None,
+            pad_token_id=0,
+        )
+
+    @cached_property
+    def _modules(self) -> dict[str, Qwen2ForCausalLM]:
+        return {name: self._random(seed) for seed, name in enumerate(SETS)}
+
+    def _random(self, seed: int) -> Qwen2ForCausalLM:
+        model = Qwen2ForCausalLM(self.config).float().eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        return model
+
+    def save(self) -> None:
+        tokenizer = make_tokenizer()
+        assert len(tokenizer) == self.config.vocab_size
+        self._modules["w0"].save_pretrained(self.directory)
+        tokenizer.save_pretrained(self.directory)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        return dict(self._modules[name].named_parameters())
+
+    @cached_property
+    def greedy(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Per set: the greedy continuation of ``PROMPT`` and the logprob of each of its tokens."""
+        return {name: self._greedy(module) for name, module in self._modules.items()}
+
+    @torch.no_grad()
+    def _greedy(self, module: Qwen2ForCausalLM) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(PROMPT), []
+        for _ in range(CANARY_TOKENS):
+            row = module(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(row.argmax()))
+            logprobs.append(float(row.max()))
+        return ids[len(PROMPT) :], logprobs
+
+    @torch.no_grad()
+    def logprobs(self, name: str, token_ids: list[int], prompt: int = len(PROMPT)) -> list[float]:
+        """What the set says of every token after the prompt."""
+        rows = self._modules[name](torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        picked = rows[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+        return [float(value) for value in picked[prompt - 1 :]]
+
+    def plan(self, name: str = "w0") -> BucketPlan:
+        return BucketPlan.build(self.tensors(name), bucket_bytes=BUCKET_BYTES)
+
+
+FAULTS = ("", "corrupt", "ends_early", "silent")
+
+
+async def packed(tensors: dict[str, torch.Tensor], plan: BucketPlan, ring: list[memoryview], fault: str = "",
+                 hold: AsyncIterator[None] | None = None) -> AsyncIterator[Bucket]:  # fmt: skip
+    """The plan's buckets, packed into ``ring``.
+
+    ``corrupt`` flips a byte of the last bucket after it was hashed; ``ends_early`` has no last bucket (the
+    sender closes the transport); ``silent`` waits before the last bucket until ``hold`` yields.
+    """
+    assert fault in FAULTS, fault
+    packer = Packer(plan, ring=ring)
+    packer.bind(tensors)
+    last = plan.num_buckets - 1
+    for index in range(plan.num_buckets):
+        if index == last and fault == "ends_early":
+            return
+        if index == last and fault == "silent" and hold is not None:
+            await anext(hold)
+        bucket = packer.pack(index)
+        if index == last and fault == "corrupt":
+            bucket.memory[0] ^= 1
+        yield Bucket(bucket.index, bucket.slot, bucket.memory, bucket.nbytes, bucket.hash64)

@@ -1,0 +1,48 @@
+"""Every row of the contract on every engine; a known difference is checked to be one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from contract_engines import run_row, wanted_kinds
+from contract_rows import read_differences, read_rows
+from contract_steps import Player
+
+ROWS = [row for row in read_rows() if row.core or os.environ.get("CONFORMANCE_ROWS") != "core"]
+DIFFERENCES = {(item.row, kind): item for item in read_differences() for kind in item.engines}
+CASES = [(kind, row) for kind in wanted_kinds() for row in ROWS if kind in row.only]
+
+
+def play(kind, row, model, owner, numbers):
+    async def on(target):
+        player = Player(target, numbers)
+        try:
+            await player.play(row)
+        finally:
+            await player.close()
+            if row.server in ("main", "stock") and kind != "sim":
+                await (
+                    player.restore() if row.server == "main" else player.restore_stock()
+                ) if row.dirty else player.settle()
+
+    run_row(kind, row.server, model, owner, on)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(("kind", "row"), CASES, ids=[f"{kind}-{row.id}" for kind, row in CASES])
+def test_row(kind, row, model, owner, sync_numbers):
+    known = DIFFERENCES.get((row.id, kind))
+    if known is None:
+        play(kind, row, model, owner, sync_numbers)
+        return
+    with pytest.raises(AssertionError, match=known.says):
+        play(kind, row, model, owner, sync_numbers)
+
+
+def test_the_table_of_differences_names_rows_and_says_why():
+    ids = {row.id for row in read_rows()}
+    for item in read_differences():
+        assert item.row in ids
+        assert len(item.reason) > 20
+        assert item.says
