@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_lab.check import CheckResult, RuleResult, Violation, check_trace, read_parts
+from grpo_lab.check import Checker, CheckResult, RuleResult, Violation, check_trace, read_parts
+from grpo_lab.check.follow import follow as follow_trace
 from grpo_lab.errors import TraceError, UserError
 from grpo_lab.events import (
     EngineFailed,
@@ -64,7 +66,7 @@ TIMELINE = (
 )
 
 
-def check(path: tyro.conf.Positional[Path], json: Path | None = None) -> int:
+def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bool = False) -> int:
     """Checks a trace against every rule; the rules are described in docs/rules.md.
 
     Exit code 1 when a rule was violated, 2 when there is no readable trace.
@@ -72,7 +74,10 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None) -> int:
     Args:
         path: a run directory, a directory of events/*.jsonl parts, or one trace file.
         json: also write the result to this file.
+        follow: the run still goes on: show violations as they happen, until it ends or Ctrl-C.
     """
+    if follow:
+        _follow(path)
     result = check_trace(path)
     if not result.records:
         raise TraceError(
@@ -87,6 +92,19 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None) -> int:
     if json is not None:
         _write_whole(json, strict_json(result.to_json()))
     return VIOLATED if result.violations else 0
+
+
+def _follow(path: Path) -> None:
+    directory = path / "events" if (path / "events").is_dir() else path
+    if not directory.is_dir():
+        raise UserError(f"--follow {path}: expected the directory of a run that goes on")
+    console = Console(highlight=False)
+    console.print(f"following {escape(str(directory))} until the run ends; Ctrl-C to stop", soft_wrap=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for item in follow_trace(directory, Checker()):
+            console.print(
+                f"[bold red]{item.rule}[/] at {item.t:.3f} s: {escape(item.message)}", soft_wrap=True
+            )
 
 
 def _table(result: CheckResult) -> Table:

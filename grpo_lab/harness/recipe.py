@@ -114,6 +114,8 @@ class Recipe:
     """Save a checkpoint that a run can resume from every so many steps; 0: only the final model."""
     resume_from: str = ""
     """Checkpoint directory to go on from."""
+    strict: bool = False
+    """Stop the run when a rule is violated; otherwise it is shown at once, and the exit code is 1."""
     log_completions: bool = False
     """Print a table of completions now and then."""
     seed: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,14 +17,22 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
-from grpo_lab.check import read_parts
+from grpo_lab.check import Violation, read_parts
 from grpo_lab.errors import ConfigError, ModelError
 from grpo_lab.events import RunDeclared, RunEnded
 from grpo_lab.harness.attached import Attached, ask_engines
 from grpo_lab.harness.engine_report import tell_about_engines
 from grpo_lab.harness.fleet import RunningEngine, engine_urls, own_capabilities, running_fleet
-from grpo_lab.harness.outcome import Outcome, attempt, end_lost_groups, finish_run, unfinished_samples
+from grpo_lab.harness.outcome import (
+    VIOLATED,
+    Outcome,
+    attempt,
+    end_lost_groups,
+    finish_run,
+    unfinished_samples,
+)
 from grpo_lab.harness.progress import RunProgress
 from grpo_lab.harness.recipe import Recipe
 from grpo_lab.harness.rewards import reward_functions
@@ -72,6 +81,27 @@ def run(recipe: Recipe, console: Console) -> int:
     if recipe.engine != "sim":
         tell_about_engines(directory, console)
     return code
+
+
+class _Alarm:
+    """Shows a violation when it is seen; a strict run is interrupted by the first."""
+
+    def __init__(self, console: Console, strict: bool) -> None:
+        self._console = console
+        self._strict = strict
+        self._first: Violation | None = None
+
+    def ring(self, found: Violation) -> None:
+        self._console.print(f"[bold red]{found.rule}[/] violated: {escape(found.message)}", soft_wrap=True)
+        if self._first is None and self._strict:
+            self._first = found
+            os.kill(os.getpid(), signal.SIGTERM)  # which ends a run as cleanly as Ctrl-C does
+
+    def outcome(self, outcome: Outcome) -> Outcome:
+        """How the run ended, if this is why."""
+        if self._first is None or outcome.ended != "interrupted":
+            return outcome
+        return Outcome("failed", f"strict: {self._first.rule} was violated: {self._first.message}", VIOLATED)
 
 
 def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared:

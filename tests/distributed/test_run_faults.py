@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_lab.harness.engine_process import EngineProcess, ServerCommand
 from grpo_lab.events import Record, VersionCommitted
+from grpo_lab.harness.engine_process import EngineProcess, ServerCommand
 from grpo_lab.harness.recipe import RECIPES
 from grpo_lab.tasks import get_task
 from grpo_lab.tasks.tiny_model import TinyModelSpec, build_model
