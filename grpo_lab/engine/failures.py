@@ -19,3 +19,11 @@ class NotInService(EngineError):
 
 class EngineDead(EngineError):
     """A step failed; the engine serves nothing any more: HTTP 500, /health 503."""
+
+
+class UpdateError(EngineError):
+    """A weight update is refused or failed: HTTP 500, as a vLLM worker's exception."""
+
+
+class WorkerKilled(EngineError):
+    """The worker process ended within a transfer, as gloo ends it when a message exceeds its buffer."""

@@ -23,20 +23,17 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from grpo_lab.engine.core import EngineCore
+from grpo_lab.engine.failures import UpdateError
 from grpo_lab.engine.handshake import checked_plan, targets
 from grpo_lab.engine.request import WeightIdentity
 from grpo_lab.engine.runner import InlineRunner, StepRunner
-from grpo_lab.errors import EngineError, GrpoLabError, HandshakeError
+from grpo_lab.errors import GrpoLabError, HandshakeError
 from grpo_lab.events import BucketReceived, UpdateFailed, UpdateStarted, WeightsLoaded
 from grpo_lab.packing import BucketPlan, Unpacker, hash64
 from grpo_lab.ports import WeightReceiver
 from grpo_lab.types import Bucket, JsonDict, SyncId
 
 ReceiverFactory = Callable[[], WeightReceiver]
-
-
-class UpdateError(EngineError):
-    """The update is refused or failed: HTTP 500, as a vLLM worker's exception."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,12 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from grpo_lab.errors import ModelError
+
+_REPLACEMENT = "\ufffd"
+MAX_CONTEXT_TOKENS = 4  # no character has more bytes
 
 
 class Text:
@@ -32,6 +36,49 @@ class Text:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> Callable[[int], str]:
+        """A function from the next output token to the text that is certain now ("" within a character).
+
+        The prompt is the context in which the first tokens are decoded, as in vLLM.
+        """
+        tokenizer, reader = self._tokenizer, DecodeStream(list(prompt_token_ids), skip_special_tokens)
+
+        def read(token: int) -> str:
+            nonlocal reader
+            try:
+                return reader.step(tokenizer, token) or ""
+            except Exception:  # the library's own; the stream lost its place among bytes that are no text
+                reader = DecodeStream([], skip_special_tokens)
+                return reader.step(tokenizer, token) or ""
+
+        return read
+
+    def piece(self, token: int, before: Sequence[int]) -> str:
+        """One token's own text; a token that completes a character has it whole, one inside has ""."""
+        alone = self.decode([token], skip_special_tokens=False)
+        if not alone.endswith(_REPLACEMENT):
+            return alone
+        for width in range(1, min(len(before), MAX_CONTEXT_TOKENS) + 1):
+            context = list(before[-width:])
+            whole = self.decode([*context, token], skip_special_tokens=False)
+            if whole.endswith(_REPLACEMENT):
+                continue
+            while context and self.decode(context[-1:], skip_special_tokens=False).endswith(_REPLACEMENT):
+                context.pop()
+            prefix = self.decode(context, skip_special_tokens=False) if context else ""
+            return whole.removeprefix(prefix)
+        return ""
+
+    @cached_property
+    def max_characters_per_token(self) -> int:
+        return max((len(piece) for piece in self._tokenizer.get_vocab()), default=1)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own entries, undecoded."""
+        return [self._tokenizer.id_to_token(token) for token in token_ids]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The chat template's text. Raises ``ValueError`` with the template's own complaint."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -32,28 +33,55 @@ _TYPES = {
     413: "Request Entity Too Large",
 }
 _MISSING = object()
+_INTEGER = re.compile(r"[+-]?\d{1,4300}")
+_FLAGS = dict.fromkeys(("true", "1", "on", "yes", "t", "y"), True)
+_FLAGS |= dict.fromkeys(("false", "0", "off", "no", "f", "n"), False)
 
 
 class ApiError(EngineError):
-    """An error answer in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
+    """An error answer in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``.
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    ``kind`` is the type; the status's own by default. vLLM's 400s are of two types: "Bad Request" where a
+    body or query has another form, "BadRequestError" where a value cannot be served.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:
         super().__init__(message)
         self.status, self.param = status, param
+        self.kind = kind or _TYPES.get(status, "InternalServerError")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
 
     def response(self) -> Response:
-        kind = _TYPES.get(self.status, "InternalServerError")
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
-        return answer({"error": error}, self.status)
+        return answer(self.body, self.status)
+
+
+def refused(message: str, parameter: str | None = None, value: Any = None) -> ApiError:
+    """A 400 for a value that cannot be served, with vLLM's way to name the parameter and the value."""
+    named = [f"parameter={parameter}"] * (parameter is not None) + [f"value={value}"] * (value is not None)
+    text = f"{message} ({', '.join(named)})" if named else message
+    return ApiError(400, text, parameter, "BadRequestError")
+
+
+def dumps(data: Any) -> str:
+    """Compact JSON. Raises ``ValueError`` for a NaN or infinity, which JSON has no word for."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def answer(data: Any, status: int = 200) -> Response:
     """A JSON response. A NaN or infinity among the numbers is a 400, as in vLLM."""
     try:
-        body = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        body = dumps(data)
     except ValueError as error:
-        raise ApiError(400, "Out of range float values are not JSON compliant") from error
+        raise refused("Out of range float values are not JSON compliant") from error
     return Response(body.encode("utf-8", "replace"), status, media_type="application/json")
+
+
+def flat_error(message: str, status: int = 500) -> Response:
+    """vLLM's other error form: ``{"error": "..."}``."""
+    return answer({"error": message}, status)
 
 
 def worker_error(message: str) -> ApiError:
@@ -73,6 +101,22 @@ def invalid(kind: str, loc: str, message: str, value: Any, context: str = "") ->
         f"'input': {_shown(value)!r}{extra}}}"
     )
     return ApiError(400, text, loc)
+
+
+def invalid_union(loc: str, problems: Sequence[tuple[str, str]], value: Any) -> ApiError:
+    """A 400 where a value fits none of several forms: one validation error for each."""
+    rows = [
+        f"  {{'type': {kind!r}, 'loc': {loc!r}, 'msg': {message!r}, 'input': {_shown(value)!r}}}"
+        for kind, message in problems
+    ]
+    return ApiError(400, "\n".join([f"{len(rows)} validation errors:", *rows]), loc)
+
+
+def require_json(http: HttpRequest) -> None:
+    """A 400 for a body that does not say it is JSON, as on vLLM's generation routes."""
+    if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        reason = "Unsupported Media Type: Only 'application/json' is allowed"
+        raise ApiError(400, f"1 validation error:\n  {reason}")
 
 
 async def read_body(http: HttpRequest, required: bool = True) -> Fields:
@@ -124,25 +168,45 @@ class Fields:
 
     def integer(self, name: str, default: Any = _MISSING) -> Any:
         value = self._get(name, default)
-        if value is default:
+        if value is default or type(value) is int:
             return value
-        if isinstance(value, float) and value.is_integer():
+        if isinstance(value, bool):
             return int(value)
-        if type(value) is not int:
-            raise invalid("int_parsing", f"{self.where}.{name}", "Input should be a valid integer", value)
-        return value
+        if isinstance(value, float):
+            if value.is_integer():
+                return int(value)
+            message = "Input should be a valid integer, got a number with a fractional part"
+            raise invalid("int_from_float", f"{self.where}.{name}", message, value)
+        if isinstance(value, str):
+            if _INTEGER.fullmatch(value.strip()):
+                return int(value)
+            message = "Input should be a valid integer, unable to parse string as an integer"
+            raise invalid("int_parsing", f"{self.where}.{name}", message, value)
+        raise invalid("int_type", f"{self.where}.{name}", "Input should be a valid integer", value)
 
     def number(self, name: str, default: float) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid("float_parsing", f"{self.where}.{name}", "Input should be a valid number", value)
-        return float(value)
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                message = "Input should be a valid number, unable to parse string as a number"
+                raise invalid("float_parsing", f"{self.where}.{name}", message, value) from None
+        raise invalid("float_type", f"{self.where}.{name}", "Input should be a valid number", value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise invalid("bool_parsing", f"{self.where}.{name}", "Input should be a valid boolean", value)
-        return value
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, int | float | str):
+            word = value.lower() if isinstance(value, str) else str(int(value))
+            if word in _FLAGS:
+                return _FLAGS[word]
+            message = "Input should be a valid boolean, unable to interpret input"
+            raise invalid("bool_parsing", f"{self.where}.{name}", message, value)
+        raise invalid("bool_type", f"{self.where}.{name}", "Input should be a valid boolean", value)
 
     def object(self, name: str, default: Any = _MISSING) -> dict[str, Any]:
         value = self._get(name, default)
@@ -176,12 +240,10 @@ def query_flag(http: HttpRequest, name: str, default: bool) -> bool:
     text = http.query_params.get(name)
     if text is None:
         return default
-    words = {"true": True, "1": True, "on": True, "yes": True, "t": True, "y": True}
-    words |= {"false": False, "0": False, "off": False, "no": False, "f": False, "n": False}
-    if text.lower() not in words:
+    if text.lower() not in _FLAGS:
         message = "Input should be a valid boolean, unable to interpret input"
         raise invalid("bool_parsing", f"query.{name}", message, text)
-    return words[text.lower()]
+    return _FLAGS[text.lower()]
 
 
 def term_of(http: HttpRequest) -> int:
