@@ -259,7 +259,8 @@ class Coordinator:
         failure: GrpoLabError | None = None
         if self.is_sender and self._delivery.needs_probation:
             self._enter(SyncState.PROBATION)
-            failure = await self._led(self._delivery.probation)
+            with self._times.measure("verify"):
+                failure = await self._led(self._delivery.probation)
         await self._require_agreement("probation", failure)
 
     def _commit(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 from coordinator_world import CANARY, LIMITS, Fault, World, make_world
@@ -111,6 +112,19 @@ def test_phases_are_measured():
     (ended,) = of(run(scenario), SyncEnded)
     assert {"pause", "gather", "pack", "wire", "verify", "load", "resume", "total"} <= set(ended.phases_s)
     assert ended.phases_s["total"] >= ended.phases_s["pause"] + ended.phases_s["resume"] > 0
+
+
+def test_a_probation_is_no_time_without_a_name():
+    def unnamed_s(canary):
+        async def scenario(world: World):
+            for engine in world.engines:
+                engine.capabilities = replace(engine.capabilities, score_while_paused=False)
+            await world.coordinator.sync()
+
+        (ended,) = of(run(scenario, canary=canary), SyncEnded)
+        return 2 * ended.phases_s["total"] - sum(ended.phases_s.values())
+
+    assert unnamed_s(CANARY) == pytest.approx(unnamed_s(None), abs=1e-6)
 
 
 @pytest.mark.parametrize("call", ["pause", "start_update", "update", "finish_update", "resume"])
