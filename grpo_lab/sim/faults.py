@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ class Faults:
                 met[fault.kind] = fault
         self._note_progress()
         return met
+
+    def arm(self, fault: Fault) -> None:
+        """One more fault, whose occurrence counts from now."""
+        seen = self._counts[fault.target, fault.call]
+        self._waiting.append(dataclasses.replace(fault, occurrence=seen + fault.occurrence))
+        self._all_struck.clear()
 
     def slowness(self, engine: str) -> float:
         return SLOW_FACTOR if self.cut(engine, "slow_link") else 1.0

@@ -19,6 +19,7 @@ from grpo_lab.sim.faults import Crash, Faults
 from grpo_lab.sim.life import Life
 from grpo_lab.sim.scenario import BUCKET_CALL, CRASHES, Fault, Scenario
 from grpo_lab.transport.memory import InMemoryTransport
+from grpo_lab.transport.sender import Session
 from grpo_lab.types import (
     Bucket,
     Completion,
@@ -272,6 +273,10 @@ class SimulatedTransport(InMemoryTransport):
         self._network = network
         self._opened = 1_000_000 * life.incarnation  # no invitation of an older trainer fits
         self._held: dict[str, list[Bucket]] = {}
+
+    async def _allocate(self, session: Session) -> str:
+        self._held.clear()  # what was under way on an old connection does not arrive on a new one
+        return await super()._allocate(session)
 
     async def carry(self, member: str, bucket: Bucket) -> Sequence[Bucket]:
         network = self._network

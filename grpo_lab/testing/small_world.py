@@ -27,6 +27,7 @@ from grpo_lab.sim.scenario import TRAINER, Fault, Scenario
 from grpo_lab.sim.watch import Watch, WatchedRecorder
 from grpo_lab.sim.world import declaration
 from grpo_lab.trainer.ranks import SingleRank
+from grpo_lab.trainer.weight_source import PackedSource
 from grpo_lab.transport.memory import InMemoryReceiver
 from grpo_lab.types import EngineCapabilities, GenerateRequest, SamplingParams, SyncState
 
@@ -63,6 +64,8 @@ class TrainerRecorder(WatchedRecorder):
 class SmallWorld:
     """Engines of ``scenario``, a coordinator over them, and the checker over what they do.
 
+    ``only`` names the rules that matter, where others are to be passed over.
+
     Attributes:
         watch: has seen every record; ``watch.violation`` is the first broken rule.
         source_broken: while it is set, reading the trainer's parameters raises ``MemoryError``.
@@ -75,10 +78,11 @@ class SmallWorld:
         clock: Callable[[], float],
         records: list[Record],
         parts: Parts | None = None,
+        only: frozenset[str] | None = None,
     ) -> None:
         self.scenario = scenario
         self.parts = parts or Parts()
-        self.watch = Watch(records)
+        self.watch = Watch(records, only=only)
         self.source_broken = False
         self.coordinator: Coordinator | None = None
         self.committed = 0
@@ -89,10 +93,11 @@ class SmallWorld:
         self._life = Life(self.recorder)
         self.faults = Faults(scenario, self._run, clock)
         self._network = Network(scenario, self.faults, self._crash)
-        self._transport = self.parts.transport(self._life, self._network, LIMITS.transfer_s)
+        self.transport = self.parts.transport(self._life, self._network, LIMITS.transfer_s)
         self._weights = fresh_weights(scenario.seed)
+        self.source = self._new_source()
         self._restarts: list[asyncio.Task[None]] = []
-        self._requests: list[asyncio.Task[None]] = []
+        self._requests: list[asyncio.Task[bool]] = []
         self._numbers = 0
         self.hosts = {name: self._host(name, clock) for name in scenario.engine_names}
         self.clients = [self.parts.client(host, self._life, self._network) for host in self.hosts.values()]
@@ -145,7 +150,7 @@ class SmallWorld:
         return self.coordinator
 
     def generate(self, engine: int = 0) -> None:
-        """One evaluation request is sent to an engine; whatever its answer, it counts as read."""
+        """One evaluation request is sent to an engine; an error is an answer too."""
         client = self.clients[engine % len(self.clients)]
         self._numbers += 1
         request = GenerateRequest(
@@ -159,6 +164,11 @@ class SmallWorld:
             asyncio.get_running_loop().create_task(_answered(client, request), name=request.request_id)
         )
 
+    async def unanswered(self) -> list[str]:
+        """Waits for all answers; the names of the requests that got none."""
+        answered = await asyncio.gather(*self._requests)
+        return [task.get_name() for task, ok in zip(self._requests, answered, strict=True) if not ok]
+
     def end_faults(self) -> None:
         """No fault strikes any more; the liveness rules count from here."""
         self.faults.end()
@@ -170,21 +180,21 @@ class SmallWorld:
         if self.coordinator is not None:
             await self.following(self.coordinator.close())
         await asyncio.gather(*self._restarts)
-        await asyncio.gather(*self._requests)
+        await self.unanswered()
         for host in self.hosts.values():
             await host.stop()
         self._run.observe(self.recorder.last_id)
         self._run.emit(RunEnded(outcome="clean"))
         for rule in self.watch.checker.finish().rules:
             for violation in rule.violations:
-                self.watch.break_off(violation)
+                self.watch.judge(violation)
 
     # -- parts -----------------------------------------------------------------------------------------
 
     def _host(self, name: str, clock: Callable[[], float]) -> EngineHost:
         recorder = WatchedRecorder(name, clock, self.watch)
         receivers: dict[str, Callable[[], InMemoryReceiver]] = {
-            self._transport.backend: self._transport.receiver
+            self.transport.backend: self.transport.receiver
         }
         return EngineHost(
             name,
@@ -198,21 +208,23 @@ class SmallWorld:
             rl=self.parts.rl,
         )
 
-    def _new_coordinator(self) -> Coordinator:
-        source = self.parts.source(
+    def _new_source(self) -> PackedSource:
+        return self.parts.source(
             self._named_tensors,
             InlineBridge(),
             self._life,
-            ring=lambda: self._transport.ring,
+            ring=lambda: self.transport.ring,
             score=lambda sequences: model_score(self._weights, sequences),
             bucket_bytes=self.scenario.bucket_bytes,
             wire_dtype=None,
             num_threads=1,
             sends=True,
         )
+
+    def _new_coordinator(self) -> Coordinator:
         settings = sync_settings(self.scenario)
         return self.parts.coordinator(
-            self.clients, self._transport, source, SingleRank(), self._life, settings
+            self.clients, self.transport, self.source, SingleRank(), self._life, settings
         )
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -259,11 +271,14 @@ def small_scenario(*faults: Fault, **changes: Any) -> Scenario:
     return Scenario(**{**defaults, **changes})
 
 
-async def _answered(client: SimulatedEngine, request: GenerateRequest) -> None:
+async def _answered(client: SimulatedEngine, request: GenerateRequest) -> bool:
     try:
         await asyncio.wait_for(client.generate(request), LIMITS.connect_s)
-    except (GrpoLabError, TimeoutError):
-        return
+    except GrpoLabError:
+        return True
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _restart(host: EngineHost, down_s: float) -> None:
