@@ -58,6 +58,13 @@ class EngineActions:
         failures = await self._pause(self._set.view, sync)
         if failures:
             await self._set.fence_dead(tuple(failures), self._limits.resume_s, sync)
+            suspects = [engine for engine in self._set.view if engine.name in failures]
+            restarted = await self._set.look(suspects, self._limits.look_s, sync)
+            if restarted:
+                self._delivery.forget_members()
+                for engine in restarted:
+                    del failures[engine.name]
+                failures |= await self._pause(restarted, sync)
             for name, error in failures.items():
                 if name in self._set.newcomers:  # nobody sends it anything
                     self._set.fence(name, f"could not be paused: {error}", sync)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from grpo_lab.errors import (
     EngineError,
@@ -22,6 +23,7 @@ from grpo_lab.types import Completion, DropReason, GenerateRequest, SamplingPara
 BUSY_STATUSES = frozenset({429, 502, 503, 504})
 STALE_TERM_STATUS = 409
 OUT_OF_SERVICE_STATUS = 503
+FINITE_LOGPROBS = 1e30
 CONTINUATION_SEED_STRIDE = 1_000_003  # a continued sample must not draw the same random numbers again
 
 
@@ -173,8 +175,12 @@ class SampleRequester:
         while True:
             try:
                 completion = await self._ask(engine, request)
-                self._tokens += len(completion.token_ids)
-                return completion, engine
+                if all(span.version for span in completion.spans):
+                    self._tokens += len(completion.token_ids)
+                    return completion, engine
+                self._avoid(engine)
+                failures += 1
+                last: Exception = EngineError(f"{engine.name} serves weights of no sync: it has restarted")
             except _OutOfService:
                 engine = self._least_busy()
                 continue  # no fault of the request
@@ -186,7 +192,7 @@ class SampleRequester:
                 if error.status == OUT_OF_SERVICE_STATUS:
                     self._avoid(engine)  # it answers so fast that it would always be the least busy one
                 failures += 1
-                last: Exception = error
+                last = error
             except EngineUnreachable as error:
                 absent_since_s = loop.time() if absent_since_s is None else absent_since_s
                 if loop.time() - absent_since_s >= self._settings.engine_gone_after_s:
@@ -243,7 +249,7 @@ class SampleRequester:
         )
 
     def _emit_completed(self, whole: Completion, group_id: str, term: int, duration_s: float) -> None:
-        finite = all(-1e30 < logprob < 1e30 for logprob in whole.logprobs)
+        finite = abs(sum(whole.logprobs)) < FINITE_LOGPROBS  # one that is not makes the sum so
         self._recorder.emit(
             SampleCompleted(
                 term=term,
@@ -269,7 +275,7 @@ def _request(
     term: int,
     continuation: int,
 ) -> GenerateRequest:
-    done = tuple(token for part in parts for token in part.token_ids)
+    done = tuple(chain.from_iterable(part.token_ids for part in parts))
     seed = None if sampling.seed is None else sampling.seed + continuation * CONTINUATION_SEED_STRIDE
     rest = replace(
         sampling,
@@ -283,6 +289,8 @@ def _request(
 
 def _join(sample_id: str, parts: Sequence[Completion]) -> Completion:
     """Parts in order as one completion, neighbouring spans of one version merged."""
+    if len(parts) == 1 and parts[0].request_id == sample_id:
+        return parts[0]
     spans: list[VersionSpan] = []
     offset = 0
     for part in parts:
@@ -300,8 +308,8 @@ def _join(sample_id: str, parts: Sequence[Completion]) -> Completion:
         offset += len(part.token_ids)
     return Completion(
         request_id=sample_id,
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         finish_reason=parts[-1].finish_reason,
         spans=tuple(spans),
         engine=parts[-1].engine,

@@ -57,8 +57,8 @@ class Timeouts:
 
     @property
     def pause_phase_s(self) -> float:
-        """The pause, and the question who lives when it failed."""
-        return self.pause_s + self.resume_s
+        """The pause, and when it failed the questions who lives and who has restarted, and their pause."""
+        return 2 * self.pause_s + self.resume_s + self.look_s
 
     @property
     def join_s(self) -> float:

@@ -67,7 +67,9 @@ class InlineBridge:
 
 @dataclass
 class Fault:
-    """``call`` of an engine misbehaves ``times`` times: refuse, die, hang or lose the reply."""
+    """``call`` of an engine misbehaves ``times`` times: refuse, die, hang, lose the reply, restart (before
+    anything happens) or restart_after (its reply has been sent).
+    """
 
     call: str
     kind: str
@@ -116,6 +118,9 @@ class StagingEngine:
                 if fault.kind == "die":
                     self.alive = False
                     raise EngineUnreachable(f"{self.name} died in {call}")
+                if fault.kind == "restart":
+                    self.restart()
+                    raise EngineUnreachable(f"{self.name} died in {call}")
                 if fault.kind == "hang":
                     await asyncio.sleep(1e6)
                 return fault
@@ -124,6 +129,8 @@ class StagingEngine:
     async def _leave(self, fault: Fault | None) -> None:
         if fault is not None and fault.kind == "lose_reply":
             raise EngineUnreachable(f"{self.name}: the reply was lost")
+        if fault is not None and fault.kind == "restart_after":
+            self.restart()
 
     async def health(self) -> None:
         await self._enter("health")
@@ -169,6 +176,8 @@ class StagingEngine:
 
     async def update(self, sync: SyncId, info: JsonDict) -> None:
         fault = await self._enter("update")
+        if self._receiver is None or self._staged is None:
+            raise EngineRefused(f"{self.name}: weight transfer not initialized", 500)
         unpacker = Unpacker(self._plan)
         place = {"engine": self.name, "term": sync.term, "version": sync.version, "attempt": sync.attempt}
         buckets = self._receiver.receive(sync, info)
