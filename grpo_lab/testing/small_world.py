@@ -53,7 +53,7 @@ class InlineBridge:
 class TrainerRecorder(WatchedRecorder):
     """Tells ``on_state`` of every state that the coordinator has entered."""
 
-    on_state: Callable[[SyncState], None] | None = None
+    on_state: Callable[[SyncState], object] | None = None
 
     def _store(self, record: Record) -> None:
         super()._store(record)
