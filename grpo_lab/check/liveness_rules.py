@@ -231,7 +231,7 @@ class HeartbeatsProveProgress(LivenessRule):
         event = record.event
         assert isinstance(event, MemberStopped | MemberDied)
         beats = self._beats.pop(event.member, None)
-        if beats is not None and isinstance(event, MemberDied):
+        if beats is not None:
             self._look_at(event.member, beats, record.t)
 
     def expire(self, now_s: float) -> None:

@@ -356,9 +356,15 @@ class World:
 
     def _not_converged(self, message: str) -> None:
         now_s = self._context.now_s
+        self._judge_all(self._watch.checker.finish())  # a rule that was waiting says more
         self._watch.break_off(Violation("convergence", message, (self._run.last_id,), now_s))
 
     # -- the end -----------------------------------------------------------------------------------------
+
+    def _judge_all(self, check: CheckResult) -> None:
+        for rule in check.rules:
+            for violation in rule.violations:
+                self._watch.judge(violation)
 
     def _start(self, work: Any, name: str) -> asyncio.Task[Any]:
         task = self._context.loop.create_task(work, name=name)
@@ -367,9 +373,7 @@ class World:
 
     def _outcome(self, trainer: LightTrainer) -> Outcome:
         check = self._watch.checker.finish()
-        for rule in check.rules:
-            for violation in rule.violations:
-                self._watch.judge(violation)
+        self._judge_all(check)
         return Outcome(
             version=trainer.term.version,
             optimizer_steps=trainer.term.optimizer_step,
