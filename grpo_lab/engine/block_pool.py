@@ -69,6 +69,11 @@ class BlockPool:
         self._reserved += count
         self._make_blank(self._reserved)
 
+    def give_back(self, count: int) -> None:
+        """Reserved blocks that nobody needs any more."""
+        assert count <= self._reserved, f"{count} blocks given back, {self._reserved} are reserved"
+        self._reserved -= count
+
     def allocate(self, count: int, *, reserved: bool = False) -> list[int]:
         """Takes ``count`` free blocks, or reserved ones; the caller has checked ``num_free``."""
         if reserved:

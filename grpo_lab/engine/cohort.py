@@ -94,7 +94,7 @@ class Cohort:
         finished = []
         while self._heap and self._heap[0][0].ends == self._steps:
             member, request = heapq.heappop(self._heap)
-            self._leave(member, request, identity, step, now_s)
+            self._leave(member, request, identity, step, now_s, for_good=True)
             finished.append(request)
         return finished
 
@@ -117,13 +117,18 @@ class Cohort:
         step: int,
         now_s: float,
         covered: int = 0,
+        *,
+        for_good: bool = False,
     ) -> None:
         steps = self._steps - member.joined
         self._places[(request.num_computed_tokens - member.joined) % BLOCK_TOKENS] -= 1
         self.context_tokens -= request.num_computed_tokens + steps
         entries = request.num_computed_tokens + steps + covered
         blocks = -(-entries // BLOCK_TOKENS) - len(request.block_table)
-        request.block_table += self._scheduler.pool.allocate(blocks, reserved=True)
+        if for_good and not self._scheduler.cache_outputs:
+            self._scheduler.pool.give_back(blocks)  # the end frees the others
+        else:
+            request.block_table += self._scheduler.pool.allocate(blocks, reserved=True)
         if steps:
             tokens, logprobs = self._policy.draw(request, steps)
             self._book.apply_decodes(request, tokens, logprobs, identity, step, now_s)
