@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
-from grpo_lab.errors import GrpoLabError, HandshakeError, SyncError
+from grpo_lab.errors import GrpoLabError, HandshakeError, SyncError, TransportError
 from grpo_lab.events import EngineProved, HandshakeCompared, WeightsPublished
 from grpo_lab.ports import Engine, Recorder, WeightSource, WeightTransport
 from grpo_lab.protocol.canary import Canary, Scores, judge
@@ -16,6 +16,8 @@ from grpo_lab.protocol.nursery import Nursery, run_all
 from grpo_lab.protocol.phase_times import PhaseTimes
 from grpo_lab.protocol.timeouts import Timeouts, bounded
 from grpo_lab.types import Bucket, SyncId
+
+ENGINES_OWN_WORDS_S = 1.0  # after a failed send: until an update that failed too has been answered
 
 
 class Delivery:
@@ -178,8 +180,13 @@ class Delivery:
         async def send() -> None:
             nonlocal sent_at_s
             # Closed here, also when the send fails: not whenever the generator happens to be collected.
-            async with aclosing(self._published(sync)) as buckets:
-                times.add("wire", await self._transport.send(sync, buckets))
+            try:
+                async with aclosing(self._published(sync)) as buckets:
+                    times.add("wire", await self._transport.send(sync, buckets))
+            except TransportError:
+                # An engine that refuses a bucket leaves the transfer and then says why, in better words.
+                await asyncio.sleep(ENGINES_OWN_WORDS_S)
+                raise
             sent_at_s = clock()
 
         async def update(engine: Engine) -> None:
