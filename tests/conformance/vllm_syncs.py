@@ -19,6 +19,7 @@ from grpo_lab.protocol.coordinator import SyncSettings
 from grpo_lab.protocol.timeouts import Timeouts
 from grpo_lab.recorders import ListRecorder
 from grpo_lab.trainer.weight_transfer import CoordinatedSync, SyncWorld, TransferSettings, fixed_canary
+from grpo_lab.transport.gloo import GlooTransport
 from grpo_lab.transport.shared_memory import SharedMemoryTransport
 from grpo_lab.transport.vllm_http import HttpTimeouts, VllmHttpEngine
 
@@ -80,21 +81,28 @@ class TrippingTransport(SharedMemoryTransport):
 class Trainer:
     """A coordinator with the weights of a model directory, moved a little before every sync."""
 
-    def __init__(self, url: str, model: Path, term: int, trip: Trip = lambda step: None) -> None:
+    def __init__(self, url: str, model: Path, term: int, *trips: Trip) -> None:
+        self.trips = list(trips)
+        self.transport: type[TrippingTransport] = TrippingTransport
+        self.kind = "shm"
+        self.progress_timeout_s = 20.0
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.recorder = ListRecorder("trainer", time.monotonic)
         self.term = term
+        self.moves = 100 * term  # other weights in every sync of every term
         recorder = self.recorder
 
         async def engines():
             engine = TrippingEngine("engine-0", url, recorder, HttpTimeouts(lease_s=LEASE_S))
-            engine.trip = trip
+            engine.trip = self.trip
             await engine.discover()
             return (engine,)
 
         def transport(settings, recorder):
-            made = TrippingTransport(recorder, accept_timeout_s=30.0, progress_timeout_s=20.0)
-            made.trip = trip
+            if self.kind == "gloo":
+                return GlooTransport(recorder)
+            made = self.transport(recorder, accept_timeout_s=30.0, progress_timeout_s=self.progress_timeout_s)
+            made.trip = self.trip
             return made
 
         settings = TransferSettings(
@@ -108,6 +116,10 @@ class Trainer:
         self._sync = CoordinatedSync(
             engines, self.tensors, self.score, recorder, settings, SyncWorld(transport=transport, memory=None)
         )
+
+    def trip(self, step: str) -> None:
+        for each in self.trips:
+            each(step)
 
     def tensors(self):
         return iter(self.model.named_parameters())
@@ -130,7 +142,11 @@ class Trainer:
         self._sync.connect(self.term, 0)
 
     def sync(self):
-        self.move(self.term)
+        self.moves += 1
+        self.move(self.moves)
+        return self.sync_as_it_is()
+
+    def sync_as_it_is(self):
         return self._sync.sync(self.tensors, 0)
 
     def close(self) -> None:
