@@ -20,14 +20,23 @@ from grpo_lab.errors import ConfigError, GrpoLabError
 
 READY = "grpo-lab serve: ready at"
 _PR_SET_PDEATHSIG = 1
+AFTER_DEATH_S = 2.0  # a vLLM whose engine died ends within 6 s, with exit code 0
 
 
 @dataclass(frozen=True)
 class ServeConfig:
     """Serve a Llama or Qwen2 model directory like a vLLM server."""
 
-    model: Annotated[Path, tyro.conf.Positional]
-    """Model directory in Hugging Face format."""
+    model: Annotated[Path | None, tyro.conf.Positional] = None
+    """Model directory in Hugging Face format. Not needed for a synthetic policy."""
+    policy: Literal["model", "synthetic"] = "model"
+    """Where tokens come from: the model, or a draw of tokens and lengths without any maths (and without
+    text), to load-test clients and HTTP."""
+    mean_tokens: float = 64.0
+    """Mean length of a synthetic completion that is not told how long to be."""
+    faithful: bool = False
+    """Answer as a stock vLLM even where that is a defect: labels that move without weights, half-loaded
+    models, death at the next step, blind checksums. Else such requests are refused. See docs/serve.md."""
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback lets others update the weights: set --api-key."""
     port: int = 8000
@@ -50,18 +59,28 @@ class ServeConfig:
     """Longest sequence; the model's own limit by default."""
     kv_blocks: int = 2048
     """KV cache size, in blocks of 16 tokens."""
-    prefix_cache: Literal["versioned", "flush", "shared", "off"] = "versioned"
-    """How the prefix cache treats weight versions; shared is unsafe on purpose."""
+    prefix_cache: Literal["auto", "versioned", "flush", "shared", "off"] = "auto"
+    """How the prefix cache treats weight versions; shared, as in vLLM, is unsafe on purpose. By default
+    shared if faithful, else versioned."""
     seed: int = 0
     """Part of every sample's random key."""
     batch_invariant: bool = False
     """Numbers that do not depend on a sequence's neighbours (slow)."""
     transports: tuple[str, ...] = ()
-    """Weight transports to accept; all that exist by default."""
-    rl_routes: bool = True
-    """vLLM's development routes: pause, resume, weight updates."""
+    """Weight transports to accept: lab_shm, lab_gloo (ours), gloo_packed (a stock vLLM's wire format). All by
+    default; none by default if faithful."""
+    weight_transfer_config: str = ""
+    """The same in vLLM's words: '{"backend": "gloo_packed"}'."""
+    rl_routes: bool = field(default_factory=lambda: os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
+    """vLLM's development routes: pause, resume, weight updates. Off, unless VLLM_SERVER_DEV_MODE=1 is set."""
+    enable_scale_out: bool = False
+    """The token route /inference/v1/generate. Always there unless faithful."""
+    logprobs_mode: Literal["auto", "raw_logprobs", "processed_logprobs"] = "auto"
+    """Logprobs of the model's own distribution (as vLLM's default) or of the one drawn from, which training
+    needs. By default raw if faithful, else processed."""
     api_key: str | None = field(default=None, repr=False)
-    """Required as a bearer token on every path but /health and /metrics."""
+    """Required as a bearer token on every path but /health, /ping and /metrics; if faithful on the paths that
+    a vLLM protects, which leaves the RL routes open."""
     parent_pid: int | None = None
     """End when this process ends."""
 
@@ -75,6 +94,10 @@ class ServeConfig:
             raise ConfigError(
                 "max_model_len", self.max_model_len, f"nothing, or an integer from 2 to {1 << 24}"
             )
+        if self.model is None and self.policy == "model":
+            raise ConfigError("model", None, "a model directory", "Or serve --policy synthetic without one")
+        if not self.mean_tokens >= 1:
+            raise ConfigError("mean_tokens", self.mean_tokens, "at least 1")
         if not 0 <= self.port <= 65_535:
             raise ConfigError("port", self.port, "an integer from 0 to 65535")
 
@@ -108,7 +131,8 @@ async def _serve(config: ServeConfig, listener: socket.socket, watched: int | No
     from grpo_lab.cli.serving import EngineServer, build_app  # noqa: PLC0415
 
     torch.set_num_threads(config.threads)
-    server = EngineServer(build_app(config, stack), lambda: _announce(listener))
+    app = build_app(config, stack)
+    server = EngineServer(app, lambda: _announce(listener))
     loop, caught = asyncio.get_running_loop(), []
 
     def stop(number: int) -> None:
@@ -119,6 +143,8 @@ async def _serve(config: ServeConfig, listener: socket.socket, watched: int | No
         loop.add_signal_handler(number, stop, number)
     if watched is not None:
         loop.add_reader(watched, _parent_ended, loop, watched, stop)
+    if config.faithful:
+        app.state.core.on_death = lambda: loop.call_later(AFTER_DEATH_S, stop, 0)
     await server.serve(sockets=[listener])
     if not server.started:
         return 3

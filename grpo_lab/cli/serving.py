@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from grpo_lab.engine.app import create_app
+from grpo_lab.engine.block_pool import PrefixPolicy
 from grpo_lab.engine.core import EngineCore
-from grpo_lab.engine.runner import ThreadRunner
+from grpo_lab.engine.policy import Policy, SyntheticPolicy
+from grpo_lab.engine.runner import InlineRunner, ThreadRunner
 from grpo_lab.engine.settings import EngineConfig
 from grpo_lab.engine.text import Text
 from grpo_lab.engine.torch_policy import TorchPolicy
@@ -23,6 +26,8 @@ from grpo_lab.events import MemberStarted
 from grpo_lab.ports import Recorder
 from grpo_lab.recorders import FileRecorder, NullRecorder, run_clock
 from grpo_lab.transport.receivers import RECEIVERS
+from grpo_lab.transport.stock import BACKEND as STOCK
+from grpo_lab.transport.stock import StockGlooReceiver
 
 if TYPE_CHECKING:
     from grpo_lab.cli.serve import ServeConfig
@@ -63,42 +68,83 @@ class EngineServer(uvicorn.Server):
 
 def build_app(config: ServeConfig, stack: ExitStack) -> FastAPI:
     """The app, and on ``stack`` what must be closed after it. Raises ``ModelError`` or ``ConfigError``."""
-    unknown = set(config.transports) - RECEIVERS.keys()
-    if unknown:
-        raise ConfigError("transports", sorted(unknown), f"some of {', '.join(RECEIVERS)}")
-    names = config.transports or tuple(RECEIVERS)
+    names = wanted_transports(config)
+    text = Text(config.model) if config.model is not None else None
     start_id = uuid.uuid4().hex[:16]
-    policy = TorchPolicy(
-        config.model,
-        num_blocks=config.kv_blocks,
-        max_model_len=config.max_model_len,
-        batch_invariant=config.batch_invariant,
-    )
-    text = Text(config.model)
     core = EngineCore(
-        policy,
+        _policy(config),
         recorder_of(config, stack, start_id),
         EngineConfig(
             name=config.name,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
             seed=config.seed,
-            prefix_policy="versioned" if config.prefix_cache == "off" else config.prefix_cache,
+            prefix_policy=_prefix_policy(config),
             prefix_caching=config.prefix_cache != "off",
             start_id=start_id,
         ),
-        runner=ThreadRunner(f"{config.name}-step"),
-        decode=text.decode,
+        runner=InlineRunner() if config.policy == "synthetic" else ThreadRunner(f"{config.name}-step"),
     )
+    served = config.model.resolve().name if config.model is not None else "synthetic"
     return create_app(
         core,
-        receivers={name: RECEIVERS[name] for name in names},
+        receivers={name: RECEIVERS[name] for name in names if name in RECEIVERS},
+        stock=StockGlooReceiver if STOCK in names else None,
         rl_routes=config.rl_routes,
+        token_route=config.enable_scale_out or not config.faithful,
         api_key=config.api_key,
-        model=config.served_model_name or config.model.resolve().name,
+        model=config.served_model_name or served,
         text=text,
         transfer_runner=ThreadRunner(f"{config.name}-transfer"),
+        faithful=config.faithful,
+        raw_logprobs=_raw_logprobs(config),
     )
+
+
+def wanted_transports(config: ServeConfig) -> tuple[str, ...]:
+    """Raises ``ConfigError`` for one that does not exist."""
+    known = (*RECEIVERS, STOCK)
+    names = config.transports
+    if config.weight_transfer_config:
+        try:
+            names = (*names, json.loads(config.weight_transfer_config)["backend"])
+        except (ValueError, TypeError, KeyError) as error:
+            expected = 'JSON with a backend: {"backend": "gloo_packed"}'
+            given = config.weight_transfer_config
+            raise ConfigError("weight_transfer_config", given, expected) from error
+    unknown = sorted(str(name) for name in names if name not in known)
+    if unknown:
+        raise ConfigError("transports", unknown, f"some of {', '.join(known)}")
+    return names or (() if config.faithful else known)
+
+
+def _policy(config: ServeConfig) -> Policy:
+    if config.policy == "synthetic" or config.model is None:
+        return SyntheticPolicy(
+            mean_tokens=config.mean_tokens,
+            max_model_len=config.max_model_len or 4096,
+            num_blocks=config.kv_blocks,
+        )
+    policy = TorchPolicy(
+        config.model,
+        num_blocks=config.kv_blocks,
+        max_model_len=config.max_model_len,
+        batch_invariant=config.batch_invariant,
+    )
+    if config.faithful and policy.tied:
+        policy.keep_tied_head()
+    return policy
+
+
+def _prefix_policy(config: ServeConfig) -> PrefixPolicy:
+    """vLLM's prefix cache knows nothing of weights: a pause clears it, or it serves old ones."""
+    if config.prefix_cache == "auto":
+        return "shared" if config.faithful else "versioned"
+    return "versioned" if config.prefix_cache == "off" else config.prefix_cache
+
+
+def _raw_logprobs(config: ServeConfig) -> bool:
+    return config.logprobs_mode == "raw_logprobs" or (config.faithful and config.logprobs_mode == "auto")
 
 
 def recorder_of(config: ServeConfig, stack: ExitStack, start_id: str = "") -> Recorder:

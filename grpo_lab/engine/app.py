@@ -74,6 +74,8 @@ def create_app(
         raw_logprobs: report the model's own logprobs; by default if ``faithful``.
     """
     raw = faithful if raw_logprobs is None else raw_logprobs
+    if text is not None:
+        core.understand(text.decode)
     context = Context(core, model, text, faithful, raw)
     updates = Updates(core, receivers, stock, faithful=faithful, runner=transfer_runner)
     memory = MemoryRoutes(core)
@@ -94,7 +96,7 @@ def create_app(
             await close()
 
     app = FastAPI(title="grpo_lab engine", lifespan=lifespan, openapi_url=None, docs_url=None)
-    app.state.rl, app.state.close = updates.lab, close
+    app.state.rl, app.state.close, app.state.core = updates.lab, close, core
     tables: list[Routes] = [
         ServerRoutes(context, metrics).table,
         OpenAiRoutes(context).table,

@@ -19,7 +19,7 @@ class TokenBook:
         self, policy: Policy, scheduler: Scheduler, counters: Counters, decode: Decode | None
     ) -> None:
         self._policy, self._scheduler, self._counters = policy, scheduler, counters
-        self._decode = decode
+        self.decode = decode
 
     def apply(
         self, plan: StepPlan, output: StepOutput, identity: WeightIdentity, step: int, now_s: float
@@ -60,6 +60,8 @@ class TokenBook:
         self._counters.generation_tokens += len(token_ids)
         pure = request.kv_weights == identity.weights
         self._scheduler.commit(request, len(token_ids), identity.weights, reusable=pure)
+        if request.extras.on_token is not None:
+            request.extras.on_token()
 
     def _computed(self, request: Request, count: int, identity: WeightIdentity) -> None:
         if request.kv_weights is None:
@@ -103,7 +105,7 @@ class TokenBook:
             if token in request.stop_token_ids:
                 request.stop_reason = None if token in self._policy.eos_token_ids else token
                 return "stop"
-            if request.stop_strings and self._decode is not None and self._cut(request, self._decode):
+            if request.stop_strings and self.decode is not None and self._cut(request, self.decode):
                 return "stop"
         return "length" if request.num_output_tokens >= sampling.max_tokens else None
 

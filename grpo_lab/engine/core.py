@@ -68,6 +68,7 @@ class EngineCore:
         self.term = 0
         self.weights_lost = ""  # why there are none to compute with; then the next step is the last
         self.on_finish: Callable[[Request], None] | None = None
+        self.on_death: Callable[[], None] | None = None
         pool = BlockPool(policy.num_blocks, self.config.prefix_policy, self.config.prefix_caching)
         self.scheduler = Scheduler(
             pool,
@@ -239,6 +240,10 @@ class EngineCore:
     def next_step(self) -> int:
         """Number of the step that comes next."""
         return self._next_step
+
+    def understand(self, decode: Decode) -> None:
+        """Stop strings are looked for in what ``decode`` makes of token ids."""
+        self._book.decode = decode
 
     def kill(self, error: BaseException) -> None:
         """The engine is dead from now on, as after a step that failed."""
@@ -538,3 +543,5 @@ class EngineCore:
                 if request.extras.on_token is not None:
                     request.extras.on_token()
         self._announce_change()
+        if self.on_death is not None:
+            self.on_death()

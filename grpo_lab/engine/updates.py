@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from grpo_lab.engine.core import EngineCore
@@ -16,7 +17,8 @@ StockFactory = Callable[[], StockReceiver]
 
 
 class Updates:
-    """``init_info`` decides: with a ``backend`` that this engine knows it is ours, else stock.
+    """``init_info`` decides where both are there: with a ``backend`` it is ours, with a ``master_address``
+    a stock trainer's.
 
     Without any receiver the engine answers like a vLLM without ``--weight-transfer-config``.
     """
@@ -30,6 +32,7 @@ class Updates:
         faithful: bool,
         runner: StepRunner | None = None,
     ) -> None:
+        self._core, self._faithful = core, faithful
         self._lab = RlState(core, receivers, runner)
         self._has_lab = bool(receivers)
         self._stock = None if stock is None else StockUpdates(core, stock, faithful=faithful)
@@ -51,7 +54,8 @@ class Updates:
     async def init(self, info: JsonDict, term: int) -> str:
         """The digest of the plan that was joined; "" for a stock trainer, which has none."""
         self._check_configured()
-        if self._stock is not None and not (self._has_lab and "backend" in info):
+        ours = self._has_lab and ("backend" in info or "master_address" not in info)
+        if self._stock is not None and not ours:
             await self._stock.init(info)
             self._speaks_stock = True
             return ""
@@ -74,7 +78,14 @@ class Updates:
 
     async def finish(self, label: str | None, sync: SyncId | None, term: int) -> None:
         stock = self._session()
-        await (stock.finish(label) if stock is not None else self._lab.finish(label, sync, term))
+        if stock is not None:
+            await stock.finish(label)
+            return
+        old = self._core.identity.label
+        await self._lab.finish(label, sync, term)
+        if self._faithful:  # vLLM's label is the client's business, and stays if it names none
+            kept = old if label is None else label
+            self._core.identity = replace(self._core.identity, label=kept)
 
     async def abandon(self, sync: SyncId | None, term: int) -> None:
         stock = self._session()

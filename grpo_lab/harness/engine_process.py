@@ -142,6 +142,7 @@ def simulated_engine(
         str(seed),
         "--parent-pid",
         str(os.getpid()),
+        "--rl-routes",
         *options,
     )
     return ServerCommand(name, arguments, logs / f"{name}.log")

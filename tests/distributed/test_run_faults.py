@@ -263,7 +263,7 @@ def test_one_of_two_killed_engines_is_fenced_and_the_run_goes_on(start):
 @contextlib.contextmanager
 def server(model: Path, log: Path, port: int = 0):
     """A ``grpo-lab serve`` of one's own; gives its port and a way to kill it."""
-    options = ("--port", str(port), "--parent-pid", str(os.getpid()))
+    options = ("--port", str(port), "--parent-pid", str(os.getpid()), "--rl-routes")
     command = (sys.executable, "-m", "grpo_lab.cli.serve", str(model), *options)
     engine = EngineProcess(ServerCommand(log.stem, command, log))
     try:

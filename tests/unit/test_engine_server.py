@@ -41,7 +41,7 @@ def start(*arguments, command=("-m", "grpo_lab.cli.serve")):
 @contextmanager
 def server(*arguments):
     """(process, url) of a ready server; killed at the end whatever happened."""
-    process = start(*arguments, "--port", "0")
+    process = start(*arguments, "--port", "0", "--rl-routes")
     try:
         line = process.stdout.readline()
         assert line.startswith(READY), process.stderr.read()
@@ -89,8 +89,9 @@ def test_sigterm_is_quick_although_a_pause_holds_a_request(directory):
     with server(directory) as (process, url), httpx.Client(base_url=url) as http:
         http.post("/pause")
         with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as held:
-            body = json.dumps({"token_ids": [2]})
-            head = f"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            body = json.dumps({"token_ids": [2], "sampling_params": {}})
+            head = "POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\n\r\n"
             held.sendall((head + body).encode())
             while " 1.0" not in http.get("/metrics").text.split("num_requests_waiting{")[1].split("\n")[0]:
                 time.sleep(0.02)
