@@ -99,8 +99,11 @@ def simulated_command(model: Path, port: int, profile: str, more: Sequence[str] 
         "--served-model-name", "m", "--max-num-seqs", str(MAX_NUM_SEQS),
         "--max-model-len", str(MAX_MODEL_LEN), "--parent-pid", str(os.getpid()),
     ]  # fmt: skip
-    if profile == "keyed":
-        command += ["--no-rl-routes", "--api-key", API_KEY]
+    command += ["--faithful", "--enable-scale-out"]
+    backend = {"main": "lab_shm", "stock": "gloo_packed", "doomed": "gloo_packed"}.get(profile)
+    if backend:
+        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    command += ["--api-key", API_KEY] if profile == "keyed" else ["--rl-routes"]
     return [*command, *more]
 
 
