@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_lab.engine.core import EngineCore
+from grpo_lab.engine.drawn import RepeatPolicy, lognormal_quantile
+from grpo_lab.engine.event_mode import EventCore
+from grpo_lab.engine.latency import LatencyModel
 from grpo_lab.engine.policy import SyntheticPolicy
 from grpo_lab.engine.request import Request, Scheduled, StepOutput
 from grpo_lab.engine.rl_state import ReceiverFactory, RlState
@@ -20,13 +26,13 @@ from grpo_lab.errors import EngineUnreachable
 from grpo_lab.events import MemberDied, MemberStarted, MemberStopped
 from grpo_lab.ports import Recorder
 from grpo_lab.sim.life import Life
-from grpo_lab.sim.scenario import Scenario
+from grpo_lab.sim.scenario import PREFILL_SHARE, SEQUENCE_SHARE, SHARED_PREFIX_TOKENS, Scenario
 
 T = TypeVar("T")
 
 VOCABULARY = 64
 _PARETO_EXPONENT = 1.2
-_PER_SEQUENCE, _PER_PREFILL_TOKEN = 0.01, 0.002  # of a step without a batch
+_LOGNORMAL_SIGMA = 0.8
 
 
 def model_score(weights: Mapping[str, Tensor], sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -49,6 +55,12 @@ class SimulatedPolicy(SyntheticPolicy):
         self._lengths = scenario.lengths
         self._mean_tokens = scenario.mean_tokens
 
+    def outputs(self, request: Request, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, logprobs = super().outputs(request, start, count)
+        if self._lengths != "geometric":
+            tokens[np.arange(start + 1, start + count + 1) >= self._length(request)] = self.vocab_size - 1
+        return tokens, logprobs
+
     def step(self, scheduled: Sequence[Scheduled]) -> StepOutput:
         output = super().step(scheduled)
         if self._lengths != "geometric":
@@ -63,6 +75,18 @@ class SimulatedPolicy(SyntheticPolicy):
             return self._mean_tokens
         u = float(uniforms([request.sample_key], [0])[0])
         return self._mean_tokens * float((1.0 - u) ** (-1.0 / _PARETO_EXPONENT)) / 2
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return model_score(self.parameters(), sequences)
+
+
+class WordlessPolicy(RepeatPolicy):
+    """``SimulatedPolicy`` of lengths alone."""
+
+    def __init__(self, scenario: Scenario, shapes: Mapping[str, tuple[int, ...]], max_model_len: int) -> None:
+        median = scenario.mean_tokens * math.exp(-(_LOGNORMAL_SIGMA**2) / 2)
+        quantile = lognormal_quantile(median, _LOGNORMAL_SIGMA)
+        super().__init__(quantile, VOCABULARY, max_model_len, scenario.kv_blocks, shapes)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return model_score(self.parameters(), sequences)
@@ -125,7 +149,19 @@ class EngineHost:
         self._starts = 0
         self._stalled_until_s = 0.0
         self._endings: list[asyncio.Task[None]] = []
+        self._timing = LatencyModel(
+            scenario.token_s,
+            prefill_token_s=scenario.token_s * PREFILL_SHARE,
+            sequence_s=scenario.token_s * SEQUENCE_SHARE,
+            context_token_s=scenario.context_token_s,
+            jitter=scenario.step_jitter,
+            seed=random.Random(f"{scenario.seed} steps of {name}").getrandbits(64),
+        )
         self.incarnation: Incarnation | None = None
+
+    @property
+    def stock(self) -> bool:
+        return self._scenario.stock
 
     def start(self) -> None:
         self._starts += 1
@@ -136,15 +172,20 @@ class EngineHost:
         self._recorder.observe(self._supervisor.last_id)
         life = Life(self._recorder, self._starts)
         policy_type, core_type, rl_type = self._types
-        policy = policy_type(self._scenario, self._shapes)
+        policy = self._policy(policy_type)
         config = EngineConfig(
             self.name,
             max_num_seqs=self._scenario.slots,
-            max_batched_tokens=256,
+            max_batched_tokens=self._scenario.batch_tokens,
             seed=self._scenario.seed,
             start_id=start_id,
+            prefix_policy=self._scenario.prefix_policy,
+            cache_outputs=self._scenario.cache_outputs,
+            ranks=self._scenario.engine_ranks,
         )
-        core = core_type(policy, life, config, latency=self._step_latency(life))
+        if self._scenario.engine_mode == "event" and core_type is EngineCore:
+            core_type = EventCore
+        core = core_type(policy, life, config, timing=self._timing, latency=self._stall_s(life))
         core.start()
         self.incarnation = Incarnation(life, core, rl_type(core, self._receivers))
 
@@ -171,19 +212,26 @@ class EngineHost:
     def stall(self, duration_s: float) -> None:
         now_s = asyncio.get_running_loop().time()
         self._stalled_until_s = max(self._stalled_until_s, now_s + duration_s)
+        if self.incarnation is not None:
+            self.incarnation.core.interrupt()
 
     async def not_stalled(self) -> None:
         while (left_s := self._stalled_until_s - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(left_s)
 
-    def _step_latency(self, life: Life) -> Callable[[StepPlan], float]:
-        def latency(plan: StepPlan) -> float:
-            now_s = asyncio.get_running_loop().time()
-            batch = 1.0 + _PER_SEQUENCE * len(plan.scheduled) + _PER_PREFILL_TOKEN * plan.prefill_tokens
-            stalled_s = max(0.0, self._stalled_until_s - now_s) if life.alive else 0.0
-            return self._scenario.token_s * batch + stalled_s
+    def _stall_s(self, life: Life) -> Callable[[StepPlan], float]:
+        def stall_s(_: StepPlan) -> float:
+            left_s = self._stalled_until_s - asyncio.get_running_loop().time()
+            return max(0.0, left_s) if life.alive else 0.0
 
-        return latency
+        return stall_s
+
+    def _policy(self, policy_type: type[SimulatedPolicy]) -> SyntheticPolicy:
+        scenario = self._scenario
+        if scenario.lengths != "lognormal":
+            return policy_type(scenario, self._shapes)
+        longest = scenario.max_tokens + scenario.prompt_tokens + SHARED_PREFIX_TOKENS
+        return WordlessPolicy(scenario, self._shapes, longest)
 
     def _tear_down(self, gone: Incarnation) -> None:
         task = asyncio.get_running_loop().create_task(gone.tear_down(), name=f"end of {self.name}")

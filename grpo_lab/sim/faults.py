@@ -17,6 +17,9 @@ SLOW_FACTOR = 10.0
 Crash = Callable[[str, float], None]
 """``crash(member, down_s)``: the member is gone at once and starts again ``down_s`` later."""
 
+Stall = Callable[[str, float], None]
+"""``stall(member, duration_s)``: the member, trainer or worker, does nothing meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Window:

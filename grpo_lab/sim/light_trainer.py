@@ -28,6 +28,7 @@ from grpo_lab.sim.greenlet_bridge import GreenletBridge, virtual_sleep
 from grpo_lab.sim.life import Life
 from grpo_lab.sim.loop import VirtualLoop
 from grpo_lab.sim.scenario import Scenario
+from grpo_lab.sim.stalls import Stalls
 from grpo_lab.trainer.protocols import NamedTensors, SyncOutcome, WorkerFactory
 from grpo_lab.trainer.ranks import SingleRank
 from grpo_lab.trainer.step import group_consumed
@@ -117,8 +118,10 @@ class BridgedSync:
         bridge: GreenletBridge,
         life: Life,
         source: type[PackedSource] = PackedSource,
+        stalls: Stalls | None = None,
     ) -> None:
         self._coordinator_type = coordinator
+        self._stalls = stalls
         self._source_type = source
         self._scenario = scenario
         self._engines = engines
@@ -160,7 +163,8 @@ class BridgedSync:
             self._call(coordinator.close, LIMITS.shutdown_s)
 
     def _call(self, step: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        return self._bridge.call(self._unless_dead(step), timeout_s)
+        work = self._unless_dead(step)
+        return self._bridge.call(work if self._stalls is None else self._stalls.within(work), timeout_s)
 
     async def _unless_dead(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What goes wrong in a dead trainer's sync is nobody's business any more."""
@@ -188,6 +192,7 @@ class LightTrainer:
         *,
         source: type[PackedSource] = PackedSource,
         term: type[TrainingTerm] = TrainingTerm,
+        stalls: Stalls | None = None,
     ) -> None:
         self._scenario = scenario
         self._life = life
@@ -197,10 +202,14 @@ class LightTrainer:
         self._weights = cut.weights
         self._restored_hash = cut.weights_hash
         sync = BridgedSync(
-            coordinator, scenario, engines, make_transport, self._weights, self._bridge, life, source
+            coordinator, scenario, engines, make_transport, self._weights, self._bridge, life, source, stalls
         )
         settings = LightSettings(
-            scenario.bound, scenario.queue_capacity, scenario.sync_attempts, scenario.final_sync
+            scenario.bound,
+            scenario.queue_capacity,
+            scenario.sync_attempts,
+            scenario.final_sync,
+            max(STARVATION_S, 4 * scenario.longest_sample_s),
         )
         self.term = term(cut.lineage, settings, life, sync, make_worker(self._bridge), self._named_tensors)
 

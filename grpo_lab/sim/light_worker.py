@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_lab.errors import GrpoLabError, RewardError, WorkerDied, WorkerError
+from grpo_lab.errors import GrpoLabError, PhaseTimeout, RewardError, WorkerDied, WorkerError, WorkerStalled
 from grpo_lab.events import MemberDied, MemberStarted, MemberStopped
 from grpo_lab.ports import Engine
 from grpo_lab.protocol.rollout_worker import RolloutSettings, RolloutWorker
@@ -17,14 +17,15 @@ from grpo_lab.protocol.sample_request import RequestSettings
 from grpo_lab.sim.engine_host import VOCABULARY
 from grpo_lab.sim.greenlet_bridge import GreenletBridge
 from grpo_lab.sim.life import Life
-from grpo_lab.sim.scenario import REWARD_CALL, WORKER, Scenario
+from grpo_lab.sim.scenario import REWARD_CALL, SHARED_PREFIX_TOKENS, WORKER, Scenario
+from grpo_lab.sim.stalls import Stalls
 from grpo_lab.trainer.protocols import RolloutBuffer, WorkerStart
 from grpo_lab.trainer.worker_main import ChannelQueue
 from grpo_lab.types import CursorState, DroppedGroup, JsonDict, RolloutGroup, SamplingParams
 
 CHANNEL_S = 0.001  # one way between the trainer and its worker, which share a host
 STOP_S = 30.0
-_SHARED_PREFIX_TOKENS = 20  # more than a block of the KV cache
+HEARTBEAT_STALE_S = 60.0
 
 Strike = Callable[..., dict[str, Any]]
 
@@ -32,8 +33,9 @@ Strike = Callable[..., dict[str, Any]]
 class SeededPrompts:
     """Port ``PromptSource``: every fourth prompt begins with the same tokens, as few-shot prompts do."""
 
-    def __init__(self, seed: int, done: CursorState) -> None:
+    def __init__(self, seed: int, done: CursorState, most_tokens: int = 12) -> None:
         self._seed = seed
+        self._most_tokens = most_tokens
         self._next = done.low_water
         self._done = frozenset(done.done)
 
@@ -42,8 +44,8 @@ class SeededPrompts:
             self._next += 1
         index, self._next = self._next, self._next + 1
         source = random.Random(f"prompt {self._seed} {index}")
-        own = tuple(source.randrange(VOCABULARY - 1) for _ in range(source.randint(1, 12)))
-        prefix = tuple(range(_SHARED_PREFIX_TOKENS)) if index % 4 == 0 else ()
+        own = tuple(source.randrange(VOCABULARY - 1) for _ in range(source.randint(1, self._most_tokens)))
+        prefix = tuple(range(SHARED_PREFIX_TOKENS)) if index % 4 == 0 else ()
         return index, prefix + own, {"index": index}
 
 
@@ -68,7 +70,8 @@ class SeededRewards:
 class Channel:
     """Messages in one direction, in order, each ``CHANNEL_S`` under way; closed, it drops them."""
 
-    def __init__(self) -> None:
+    def __init__(self, receiver: Stalls | None = None) -> None:
+        self._receiver = receiver
         self._under_way: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.open = True
 
@@ -77,6 +80,9 @@ class Channel:
         asyncio.get_running_loop().call_later(CHANNEL_S, self._deliver)
 
     def _deliver(self) -> None:
+        if self._receiver is not None and (left_s := self._receiver.left_s) > 0:
+            asyncio.get_running_loop().call_later(left_s, self._deliver)
+            return
         # The oldest, whichever timer this is: timers that are due together may fire in any order.
         receive, message = self._under_way.popleft()
         if self.open:
@@ -99,36 +105,45 @@ class LightWorker:
         bridge: GreenletBridge,
         strike: Strike,
         worker: type[RolloutWorker] = RolloutWorker,
+        stalls: Stalls | None = None,
+        trainer_stalls: Stalls | None = None,
     ) -> None:
+        clock = asyncio.get_running_loop().time
+        self.stalls = stalls or Stalls(clock)
         self.rollout_buffer: RolloutBuffer = self
         self._trainer = trainer
         self._life = life
         self._bridge = bridge
-        self._to_trainer, self._to_worker = Channel(), Channel()
+        self._to_trainer, self._to_worker = Channel(trainer_stalls), Channel(self.stalls)
         self._items: deque[RolloutGroup | DroppedGroup] = deque()
         self._arrival = asyncio.Event()
         self._failure: WorkerError | None = None
         self._gone_told = False
         self._stopped = False
         self._running: asyncio.Task[None] | None = None
+        self._clock = clock
+        self._progress = -1
+        self._moved_s = self._waited_until_s = 0.0
         self._queue = ChannelQueue(scenario.queue_capacity, self._send, life)
         self._worker = worker(
             engines,
-            SeededPrompts(scenario.seed, start.cursor),
+            SeededPrompts(scenario.seed, start.cursor, scenario.prompt_tokens),
             SeededRewards(scenario, strike),
             self._queue,
             life,
             worker_settings(scenario),
             term=start.term,
             version=start.version,
-            heartbeat=lambda progress, blocked_by: None,
+            heartbeat=lambda progress, blocked_by: self._to_trainer.send(self._beaten, progress),
         )
         self._worker.fence_engines(start.fenced)
 
     def start(self) -> None:
         self._trainer.emit(MemberStarted(member=WORKER, role="worker", incarnation=self._life.incarnation))
         self._life.observe(self._trainer.last_id)
-        self._running = asyncio.get_running_loop().create_task(self._worker.run(), name="worker")
+        work = self.stalls.within(self._worker.run())
+        self._running = asyncio.get_running_loop().create_task(work, name="worker")
+        self._moved_s = self._waited_until_s = self._clock()
         self._running.add_done_callback(self._ended)
 
     def update_model_version(self, version: int) -> None:
@@ -148,7 +163,10 @@ class LightWorker:
             return
         self._stopped = True
         self._to_worker.send(self._worker.stop)
-        self._bridge.call(self._wait_for_end(), STOP_S)
+        try:
+            self._bridge.call(self._wait_for_end(), STOP_S)
+        except PhaseTimeout:
+            self.crash()
         if self._failure is not None:  # it died when nobody waited for its samples
             self._tell_gone()
         else:
@@ -157,10 +175,14 @@ class LightWorker:
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutGroup | DroppedGroup:
         """Raises ``queue.Empty`` in time; ``WorkerError`` or ``WorkerDied`` as soon as there is a reason."""
+        if self._clock() - self._waited_until_s > 1.0:
+            self._moved_s = self._clock()  # the trainer was busy: it only begins to wait
         if not self._items:
             self._bridge.call(self._wait_for_item(timeout if timeout else 0.0), STOP_S)
+        self._waited_until_s = self._clock()
         if not self._items:
             self._raise_if_gone()
+            self._raise_if_stalled()
             raise queue.Empty
         item = self._items.popleft()
         if isinstance(item, RolloutGroup):
@@ -172,6 +194,7 @@ class LightWorker:
         if self._running is None or not self._life.alive:
             return False
         self._life.end()
+        self.stalls.end()
         self._to_trainer.close()
         self._to_worker.close()
         self._failure = WorkerDied("the rollout worker was killed by SIGKILL; what it had in flight is lost")
@@ -187,6 +210,7 @@ class LightWorker:
     def _arrived(self, item: RolloutGroup | DroppedGroup, cause: str) -> None:
         self._trainer.observe(cause)
         self._items.append(item)
+        self._moved_s = self._clock()
         self._arrival.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -210,6 +234,15 @@ class LightWorker:
             return
         self._tell_gone()
         raise self._failure
+
+    def _raise_if_stalled(self) -> None:
+        still_s = self._clock() - self._moved_s
+        if still_s > HEARTBEAT_STALE_S and not self._stopped:
+            raise WorkerStalled(f"the rollout worker has made no progress for {still_s:.1f} s")
+
+    def _beaten(self, progress: int) -> None:
+        if progress > self._progress:
+            self._progress, self._moved_s = progress, self._clock()
 
     def _tell_gone(self) -> None:
         if not self._gone_told:
@@ -238,7 +271,9 @@ def worker_settings(scenario: Scenario) -> RolloutSettings:
         sampling=SamplingParams(max_tokens=scenario.max_tokens),
         bound=scenario.bound,
         max_inflight=scenario.max_inflight,
-        request=RequestSettings(timeout_s=30.0, engine_gone_after_s=20.0, avoid_s=10.0),
-        group_timeout_s=120.0,
+        request=RequestSettings(
+            timeout_s=max(30.0, 2 * scenario.longest_sample_s), engine_gone_after_s=20.0, avoid_s=10.0
+        ),
+        group_timeout_s=max(120.0, 4 * scenario.longest_sample_s),
         seed=scenario.seed,
     )

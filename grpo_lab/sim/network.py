@@ -13,11 +13,19 @@ from typing import Any, TypeVar
 from grpo_lab.engine.failures import BadRequest, NotInService, StaleTerm
 from grpo_lab.engine.request import Request
 from grpo_lab.engine.rl_state import UpdateError
-from grpo_lab.errors import EngineError, EngineRefused, EngineTimeout, EngineUnreachable, GrpoLabError
+from grpo_lab.errors import (
+    EngineError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    GrpoLabError,
+    SimulationError,
+)
 from grpo_lab.sim.engine_host import EngineHost, Incarnation
-from grpo_lab.sim.faults import Crash, Faults
+from grpo_lab.sim.faults import Crash, Faults, Stall
 from grpo_lab.sim.life import Life
-from grpo_lab.sim.scenario import BUCKET_CALL, CRASHES, Fault, Scenario
+from grpo_lab.sim.scenario import BUCKET_CALL, CRASHES, TRAINER, Fault, Scenario
+from grpo_lab.sim.stalls import outside
 from grpo_lab.transport.memory import InMemoryTransport
 from grpo_lab.transport.sender import Session
 from grpo_lab.types import (
@@ -36,17 +44,23 @@ T = TypeVar("T")
 ABILITIES = EngineCapabilities(
     staged=True, hashes=True, token_versions=True, term_fencing=True, score_while_paused=True, events=True
 )
+STOCK = EngineCapabilities(token_versions=True)
 NO_ANSWER_S = 300.0  # until a client by itself gives up an answer; the protocol's own bounds are shorter
 _STATUSES: dict[type[EngineError], int] = {BadRequest: 400, StaleTerm: 409, NotInService: 503}
 _REFUSALS = {"busy": 429, "unavailable": 503, "error": 500}
 
 
+def nobody(member: str, duration_s: float) -> None:
+    raise SimulationError(f"this world does not let {member} stall")
+
+
 class Network:
     """All links. Each draws its latencies from a source of its own, in the order of its messages."""
 
-    def __init__(self, scenario: Scenario, faults: Faults, crash: Crash) -> None:
+    def __init__(self, scenario: Scenario, faults: Faults, crash: Crash, stall: Stall = nobody) -> None:
         self.faults = faults
         self.crash = crash
+        self.stall = stall
         self._scenario = scenario
         self._sources: dict[str, random.Random] = {}
 
@@ -58,12 +72,16 @@ class Network:
         drawn = 1.0 + self._scenario.jitter * source.random()
         return self._scenario.network_s * drawn * self.faults.slowness(engine)
 
+    def parted(self, engine: str, actor: str) -> bool:
+        """Whether nothing that ``actor`` sends arrives at ``engine``."""
+        return any(self.faults.cut(engine, kind) for kind in ("partition", f"partition_{actor}"))
+
     def transfer_s(self, nbytes: int, engine: str) -> float:
         return nbytes / self._scenario.bandwidth_bytes_s * self.faults.slowness(engine)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """A message under way lives on when its sender gives up, or dies."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        task = outside(work, name)
         task.add_done_callback(_retrieve)
         return task
 
@@ -82,7 +100,7 @@ class SimulatedEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return ABILITIES
+        return STOCK if self._host.stock else ABILITIES
 
     async def health(self) -> None:
         async def serve(at: Incarnation) -> None:
@@ -101,10 +119,10 @@ class SimulatedEngine:
         return 1
 
     async def pause(self, mode: PauseMode, clear_cache: bool, term: int) -> None:
-        await self._call("pause", lambda at: at.core.pause(mode, clear_cache, term))
+        await self._call("pause", lambda at: at.core.pause(mode, clear_cache, self._known(term)))
 
     async def resume(self, term: int) -> None:
-        await self._call("resume", lambda at: at.core.resume(term))
+        await self._call("resume", lambda at: at.core.resume(self._known(term)))
 
     async def is_paused(self) -> bool:
         async def serve(at: Incarnation) -> bool:
@@ -114,7 +132,7 @@ class SimulatedEngine:
         return await self._call("is_paused", serve)
 
     async def init_transfer(self, info: JsonDict, term: int) -> str:
-        return await self._call("init_transfer", lambda at: at.rl.init(info, term))
+        return await self._call("init_transfer", lambda at: at.rl.init(info, self._known(term)))
 
     async def start_update(self, sync: SyncId) -> None:
         await self._call("start_update", lambda at: at.rl.start(sync))
@@ -133,6 +151,8 @@ class SimulatedEngine:
         await self._call("finish_update", lambda at: serve(at, met.get("oom")), met)
 
     async def abandon_update(self, sync: SyncId) -> None:
+        if self._host.stock:
+            raise EngineRefused(f"abandon_update of {self.name}: HTTP 404: no such route", 404)
         await self._call("abandon_update", lambda at: at.rl.abandon(sync))
 
     async def weight_info(self) -> str:
@@ -155,7 +175,11 @@ class SimulatedEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         async def serve(at: Incarnation) -> Completion:
             submitted = at.core.submit(
-                request.prompt_token_ids, request.sampling, request.request_id, request.kind, request.term
+                request.prompt_token_ids,
+                request.sampling,
+                request.request_id,
+                request.kind,
+                self._known(request.term),
             )
             return _completion(self.name, await at.core.wait(submitted))
 
@@ -165,6 +189,10 @@ class SimulatedEngine:
         """A simulated connection needs no closing."""
 
     # --- inside ---------------------------------------------------------------------------------------
+
+    def _known(self, term: int) -> int:
+        """A stock engine takes no notice of terms."""
+        return 0 if self._host.stock else term
 
     async def _call(
         self,
@@ -198,7 +226,11 @@ class SimulatedEngine:
     def _before(self, call: str, met: dict[str, Fault]) -> None:
         """What hits a call before it leaves. Raises what the caller sees."""
         if "stall" in met:
-            self._host.stall(met["stall"].duration_s)
+            target, duration_s = met["stall"].target, met["stall"].duration_s
+            if target == self.name:
+                self._host.stall(duration_s)
+            else:
+                self._network.stall(target, duration_s)
         if "crash_before" in met:
             self._crash(met["crash_before"])
         self._require_alive()
@@ -211,7 +243,7 @@ class SimulatedEngine:
     async def _exchange(
         self, call: str, serve: Callable[[Incarnation], Awaitable[T]], met: dict[str, Fault]
     ) -> tuple[T | None, str, EngineError | None]:
-        if "lose_request" in met or self._network.faults.cut(self.name, "partition"):
+        if "lose_request" in met or self._network.parted(self.name, self._life.actor):
             await self._no_answer(call)
         delay_s = self._latency_s("request") + (met["delay"].duration_s if "delay" in met else 0.0)
         name = f"{call} from {self._life.actor} on {self.name}"
@@ -284,7 +316,7 @@ class SimulatedTransport(InMemoryTransport):
         late_s = met["late"].duration_s if "late" in met else 0.0
         latency_s = network.latency_s(f"buckets {member}", member)
         await asyncio.sleep(latency_s + network.transfer_s(bucket.nbytes, member) + late_s)
-        if "lose" in met or network.faults.cut(member, "partition"):
+        if "lose" in met or network.parted(member, TRAINER):
             return []
         if "flip" in met and bucket.nbytes:
             bucket.memory[bucket.nbytes // 2] ^= 0x10

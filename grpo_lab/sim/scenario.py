@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from grpo_lab.engine.block_pool import PrefixPolicy
 from grpo_lab.errors import ConfigError, TraceError
 from grpo_lab.protocol.admission import StalenessBound, StalenessPolicy
 from grpo_lab.sim.tape import Tape
 from grpo_lab.types import PauseMode
 
 FAILURE_SCHEMA = 1
-Lengths = Literal["geometric", "fixed", "heavy"]
+Lengths = Literal["geometric", "fixed", "heavy", "lognormal"]
+EngineMode = Literal["step", "event"]
 
 CALL_FAULTS = (
     "refuse",  # no connection: nothing happens at the engine
@@ -37,12 +39,14 @@ CALL_FAULTS = (
 LINK_FAULTS = (
     "partition",  # for duration_s no request arrives
     "partition_replies",  # for duration_s every request arrives, and no answer does
+    "partition_trainer",  # the same for the trainer's requests and buckets alone
+    "partition_worker",  # the same for the worker's alone
     "slow_link",  # for duration_s everything takes ten times as long
 )
 BUCKET_FAULTS = ("flip", "truncate", "lose", "repeat", "swap", "late")
 ENGINE_FAULTS = (
     "oom",  # there is no memory to load: the update is dropped, and finish refused
-    "stall",  # for duration_s neither steps nor answers, like a long garbage collection
+    "stall",  # also of the trainer or the worker: for duration_s it does nothing, as in a garbage collection
 )
 CRASHES = ("crash_before", "crash_after")  # of the target; it starts again after duration_s
 ENGINE_CALLS = (
@@ -59,6 +63,8 @@ ENGINE_CALLS = (
     "score",
     "generate",
 )
+SEQUENCE_SHARE, PREFILL_SHARE = 0.01, 0.002  # of a step without a batch, for each sequence or prompt token
+SHARED_PREFIX_TOKENS = 20  # of every fourth prompt: more than a block of the KV cache
 REWARD_CALL, BUCKET_CALL = "score_reward", "bucket"
 TRAINER, WORKER = "trainer", "worker"
 
@@ -87,10 +93,11 @@ class Fault:
             raise ConfigError("fault occurrence", self.occurrence, "an integer of at least 1")
         if not -60.0 <= self.duration_s <= 600.0 or (self.duration_s < 0 and self.kind != "clock_skew"):
             raise ConfigError("fault duration_s", self.duration_s, "0 to 600 seconds")
-        if self.target in (TRAINER, WORKER) and self.kind not in (*CRASHES, "clock_skew", "reward_error"):
+        if self.target in (TRAINER, WORKER) and self.kind not in _OF_ACTORS:
             raise ConfigError("fault target", self.target, f"an engine for fault {self.kind}")
 
 
+_OF_ACTORS = (*CRASHES, "stall", "clock_skew", "reward_error")
 _CALLS_OF: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(CALL_FAULTS, ENGINE_CALLS),
     **dict.fromkeys(LINK_FAULTS, ENGINE_CALLS),
@@ -110,7 +117,15 @@ class Scenario:
     Attributes:
         steps: optimizer steps until the run is over.
         lengths: of completions: ``geometric`` and ``heavy`` (Pareto, exponent 1.2) have ``mean_tokens`` as
-            their scale and ``max_tokens`` as their end; ``fixed`` is ``mean_tokens`` each.
+            their scale and ``max_tokens`` as their end; ``fixed`` is ``mean_tokens`` each. ``lognormal`` has
+            ``mean_tokens`` as its mean, sigma 0.8, and no words: a sample repeats one token.
+        engine_mode: ``event`` jumps from one change of an engine's batch to the next: the same run, faster.
+        batch_tokens: most tokens of one engine step. context_token_s: of a step, for each token that has a KV
+            entry. step_jitter: a step takes up to so much less or more, as a part of it.
+        prefix_policy, cache_outputs, engine_ranks: see the engine's ``BlockPool`` and ``EngineConfig``.
+        prompt_tokens: prompts have up to so many tokens, besides those that some share.
+        stock: the engines can do no more than a stock vLLM, and write no events: they prove structure only,
+            and get on with the canary in probation.
         step_s: one optimizer step; token_s: one engine step without its batch.
         network_s, jitter: one way of a message takes ``network_s`` times 1 to 1 + jitter.
         bandwidth_bytes_s: of every link that carries weights.
@@ -135,11 +150,20 @@ class Scenario:
     sync_attempts: int = 3
     min_engines: int = 1
     canary: bool = False
+    stock: bool = False
     final_sync: bool = False
     lengths: Lengths = "geometric"
     mean_tokens: int = 8
     max_tokens: int = 32
     kv_blocks: int = 64
+    engine_mode: EngineMode = "step"
+    batch_tokens: int = 256
+    context_token_s: float = 0.0
+    step_jitter: float = 0.0
+    prefix_policy: PrefixPolicy = "versioned"
+    cache_outputs: bool = True
+    engine_ranks: int = 1
+    prompt_tokens: int = 12
     step_s: float = 0.5
     token_s: float = 0.02
     reward_s: float = 0.05
@@ -157,7 +181,7 @@ class Scenario:
         for name, low, high in _RANGES:
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(name, getattr(self, name), f"{low} to {high}")
-        for name, words in (("pause_mode", PauseMode), ("lengths", Lengths)):
+        for name, words in _WORDS.items():
             if getattr(self, name) not in get_args(words):
                 raise ConfigError(name, getattr(self, name), f"one of {get_args(words)}")
         if self.max_inflight < self.generations:
@@ -173,6 +197,13 @@ class Scenario:
     @property
     def engine_names(self) -> tuple[str, ...]:
         return tuple(f"engine-{index}" for index in range(self.engines))
+
+    @property
+    def longest_sample_s(self) -> float:
+        """From a sample's first step to its last in a full engine, stalls, pauses and waiting apart."""
+        context_tokens = self.slots * (self.max_tokens + self.prompt_tokens)
+        step_s = self.token_s * (1 + SEQUENCE_SHARE * self.slots) + self.context_token_s * context_tokens
+        return self.max_tokens * step_s * (1 + self.step_jitter)
 
     @property
     def bound(self) -> StalenessBound:
@@ -200,6 +231,12 @@ class Scenario:
             raise TraceError(f"not a scenario of this version: {error}") from error
 
 
+_WORDS: Mapping[str, Any] = {
+    "pause_mode": PauseMode,
+    "lengths": Lengths,
+    "engine_mode": EngineMode,
+    "prefix_policy": PrefixPolicy,
+}
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("engines", 1, 1024),
     ("slots", 1, 4096),
@@ -211,6 +248,11 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("mean_tokens", 1, 100_000),
     ("max_tokens", 1, 100_000),
     ("kv_blocks", 1, 10_000_000),
+    ("batch_tokens", 1, 1_000_000),
+    ("context_token_s", 0.0, 1.0),
+    ("step_jitter", 0.0, 0.99),
+    ("engine_ranks", 1, 1024),
+    ("prompt_tokens", 1, 100_000),
     ("step_s", 0.0, 3600.0),
     ("token_s", 1e-6, 60.0),
     ("reward_s", 0.0, 60.0),

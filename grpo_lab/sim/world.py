@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.check import CheckResult, Violation
+from grpo_lab.check import Checker, CheckResult, Violation
 from grpo_lab.errors import GrpoLabError, InvariantViolation
 from grpo_lab.events import (
     FaultsEnded,
@@ -26,23 +26,24 @@ from grpo_lab.events import (
     RunEnded,
 )
 from grpo_lab.protocol.coordinator import Coordinator
+from grpo_lab.recorders import NullRecorder
 from grpo_lab.sim.engine_host import EngineHost
 from grpo_lab.sim.faults import Faults
 from grpo_lab.sim.greenlet_bridge import GreenletBridge, spawn_blocking
 from grpo_lab.sim.life import Life
 from grpo_lab.sim.light_trainer import LIMITS, SHAPES, CheckpointStore, CoordinatorType, LightTrainer
-from grpo_lab.sim.light_worker import LightWorker
-from grpo_lab.sim.network import Network, SimulatedEngine, SimulatedTransport
+from grpo_lab.sim.light_worker import HEARTBEAT_STALE_S, LightWorker
+from grpo_lab.sim.network import STOCK, Network, SimulatedEngine, SimulatedTransport
 from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import TRAINER, WORKER, Scenario
 from grpo_lab.sim.simulation import SimContext, SimResult, run_simulation
+from grpo_lab.sim.stalls import Stalls, task_factory
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.watch import Measures, Watch, WatchedRecorder
 from grpo_lab.trainer.protocols import RolloutWorkerProtocol, WorkerFactory, WorkerStart
 from grpo_lab.transport.memory import InMemoryReceiver
 
 LIVENESS_BOUND_S = 240.0
-HEARTBEAT_STALE_S = 60.0
 RESTART_S = 1.0  # after a trainer that ended with an error
 CALM_RESTARTS = 3  # more than that after the last fault: it does not converge
 MAX_CALLBACKS = 5_000_000
@@ -73,12 +74,14 @@ def simulate(
     parts: Parts | None = None,
     only: frozenset[str] | None = None,
     records: list[Record] | None = None,
+    checked: bool = True,
 ) -> SimResult[Outcome]:
     """Runs the scenario to its last optimizer step, every record checked as it is written.
 
     ``parts`` gives other classes for any part of the cluster (and its own coordinator); ``only`` names the
     rules that stop the run, where others are to be passed over. ``records`` may be given to see the trace
-    of a run that raised; it ends with the violation.
+    of a run that raised; it ends with the violation. ``checked=False`` judges nothing and makes no digest,
+    which is for measuring speed.
 
     Raises:
         InvariantViolation: the first one, with the record's place as its last event id; rule
@@ -86,7 +89,7 @@ def simulate(
         SimulationError: a deadlock, a livelock, an escape.
     """
     records = [] if records is None else records
-    watch = Watch(records, only=only)
+    watch = Watch(records, only=only, checker=Checker() if checked else Checker(()))
     parts = Parts(coordinator=coordinator) if parts is None else parts
 
     async def main(context: SimContext) -> Outcome:
@@ -101,6 +104,7 @@ def simulate(
             max_virtual_s=_horizon_s(scenario),
             max_callbacks=MAX_CALLBACKS,
             records=records,
+            with_digest=checked,
         )
     except RunBroken:
         result = None
@@ -148,7 +152,10 @@ class World:
         self._parts = parts
         self._run = WatchedRecorder("run", context.loop.time, watch)
         self._faults = Faults(scenario, self._run, context.loop.time)
-        self._network = Network(scenario, self._faults, self._crash)
+        self._network = Network(scenario, self._faults, self._crash, self._stall)
+        self._trainer_stalls = Stalls(context.loop.time)
+        if any(fault.kind == "stall" for fault in scenario.faults):
+            context.loop.set_task_factory(task_factory)
         self._trainer_recorder = self._recorder(TRAINER)
         self._worker_recorder = self._recorder(WORKER)
         self._hosts = {
@@ -156,7 +163,7 @@ class World:
                 name,
                 scenario,
                 SHAPES,
-                self._recorder(name),
+                NullRecorder(name) if scenario.stock else self._recorder(name),
                 self._run,
                 {SimulatedTransport.backend: self._receiver},
                 policy=parts.policy,
@@ -221,6 +228,7 @@ class World:
         self._worker = None
         self._killed.clear()
         self._down_s = 0.0
+        self._trainer_stalls = Stalls(self._context.loop.time)
         trainer = self._parts.trainer(
             self.scenario,
             self._context.loop,
@@ -232,8 +240,11 @@ class World:
             self._parts.coordinator,
             source=self._parts.source,
             term=self._parts.term,
+            stalls=self._trainer_stalls,
         )
-        self._trainer_task = spawn_blocking(self._context.loop, trainer.run, name="trainer")
+        self._trainer_task = self._trainer_stalls.spawn(
+            lambda: spawn_blocking(self._context.loop, trainer.run, name="trainer")
+        )
         self._trainer_task.add_done_callback(lambda _: self._killed.set())
         return trainer
 
@@ -308,6 +319,8 @@ class World:
                 bridge,
                 self._faults.strike,
                 self._parts.worker,
+                Stalls(self._context.loop.time),
+                self._trainer_stalls,
             )
             return self._worker
 
@@ -324,6 +337,12 @@ class World:
         elif self._hosts[member].crash("killed by SIGKILL"):
             self._start(self._restart(self._hosts[member], down_s), f"restart of {member}")
 
+    def _stall(self, member: str, duration_s: float) -> None:
+        if member == TRAINER:
+            self._trainer_stalls.stall(duration_s)
+        elif self._worker is not None:
+            self._worker.stalls.stall(duration_s)
+
     def _crash_trainer(self, down_s: float) -> None:
         if not self._life.alive:
             return
@@ -336,6 +355,7 @@ class World:
         if self._transport is not None:
             self._start(self._transport.close(), "connections of a dead trainer")
         assert self._trainer_task is not None
+        self._trainer_stalls.end()
         self._trainer_task.cancel()
         self._down_s = max(down_s, RESTART_S)
         self._killed.set()
@@ -387,6 +407,7 @@ class World:
 
 def declaration(scenario: Scenario, parts: Parts) -> RunDeclared:
     """Every bound that the checker needs."""
+    abilities = STOCK if scenario.stock else parts.abilities
     same = (
         "max_staleness",
         "max_staleness_steps",
@@ -414,9 +435,9 @@ def declaration(scenario: Scenario, parts: Parts) -> RunDeclared:
             "initial_version": 1,
             "logprob_tolerance": 1e-4,
             "batch_invariant": False,
-            "prefix_policy": "versioned",
+            "prefix_policy": scenario.prefix_policy,
             "heartbeat_stale_after_s": HEARTBEAT_STALE_S,
-            "liveness_bound_s": LIVENESS_BOUND_S,
+            "liveness_bound_s": max(LIVENESS_BOUND_S, 4 * scenario.longest_sample_s),
         },
-        capabilities={name: dataclasses.asdict(parts.abilities) for name in scenario.engine_names},
+        capabilities={name: dataclasses.asdict(abilities) for name in scenario.engine_names},
     )

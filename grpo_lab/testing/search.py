@@ -23,7 +23,7 @@ from grpo_lab.sim.light_trainer import CoordinatorType
 from grpo_lab.sim.scenario import Failure, Scenario
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
-from grpo_lab.testing.strategies import clusters, faults, tapes
+from grpo_lab.testing.strategies import churn, clusters, faults, tapes
 
 EXAMPLES_PER_ROUND = 200
 SHRINK_RUNS = 300
@@ -36,6 +36,7 @@ SCENARIOS: dict[str, tuple[str, st.SearchStrategy[Scenario]]] = {
         "one small cluster, every fault",
         faults(QUIET.engines).map(lambda drawn: dataclasses.replace(QUIET, faults=drawn)),
     ),
+    "churn": ("engines that die and come back, again and again", churn()),
     "schedules": ("one small cluster without a fault, every schedule", st.just(QUIET)),
 }
 

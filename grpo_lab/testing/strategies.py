@@ -118,6 +118,8 @@ def _one_fault(names: tuple[str, ...]) -> st.SearchStrategy[Fault]:
         made(LINK_FAULTS, call, engine),
         made(("oom",), st.just("finish_update"), engine),
         made(("stall",), call, engine),
+        made(("stall",), st.sampled_from(_TRAINER_CALLS), st.just(TRAINER)),
+        made(("stall",), st.just("generate"), st.just(WORKER)),
         made(CRASHES, call, engine),
         made(CRASHES, st.sampled_from(_TRAINER_CALLS), st.just(TRAINER)),
         made(CRASHES, st.just("generate"), st.just(WORKER)),
@@ -147,6 +149,7 @@ def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
         sync_attempts=draw(st.integers(1, 3)),
         min_engines=draw(st.integers(1, engines)),
         canary=draw(st.booleans()),
+        stock=draw(st.sampled_from((False, False, True))),
         final_sync=draw(st.booleans()),
         kv_blocks=draw(st.sampled_from((64, 24))),
         bucket_bytes=draw(st.sampled_from((512, 2048))),
@@ -156,6 +159,39 @@ def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
         faults=draw(faults(engines)) if with_faults else (),
         **draw(workloads()),
         **draw(delays()),
+    )
+
+
+def churn() -> st.SearchStrategy[Scenario]:
+    """Longer runs of small clusters whose engines die and come back, stall and are cut off, again and again."""
+    return st.integers(2, 3).flatmap(_churn)
+
+
+def _churn(engines: int) -> st.SearchStrategy[Scenario]:
+    names = st.sampled_from(tuple(f"engine-{index}" for index in range(engines)))
+    kinds = st.sampled_from((*CRASHES, "stall", "partition", "partition_trainer", "refuse", "lose_reply"))
+    one = st.builds(
+        Fault,
+        kind=kinds,
+        target=names,
+        call=st.sampled_from(ENGINE_CALLS),
+        occurrence=st.integers(1, 12),
+        duration_s=st.sampled_from((0.05, 0.5, 2.0, 8.0)),
+    )
+    return st.builds(
+        Scenario,
+        engines=st.just(engines),
+        steps=st.integers(6, 12),
+        pause_mode=st.sampled_from(("keep", "abort", "wait")),
+        canary=st.booleans(),
+        stock=st.sampled_from((False, False, True)),
+        sync_attempts=st.integers(1, 3),
+        max_staleness=st.integers(0, 2),
+        step_s=st.sampled_from((0.2, 2.0)),
+        network_s=st.sampled_from((0.002, 0.05)),
+        checkpoint_every_steps=st.just(1),
+        faults_until_s=st.just(120.0),
+        faults=st.lists(one, min_size=1, max_size=8).map(tuple),
     )
 
 
