@@ -39,8 +39,11 @@ class Reference:
 
 
 class Engine:
-    def __init__(self, env, slots, token_s, tokens):
+    """A sequence is [tokens made, event of its end, tokens to compute first, version of its first token]."""
+
+    def __init__(self, env, slots, token_s, tokens, version):
         self.env, self.slots, self.token_s, self.tokens = env, slots, token_s, tokens
+        self.version = version
         self.waiting, self.running = [], []
         self.paused = False
         self.stepping = False
@@ -53,7 +56,7 @@ class Engine:
 
     def generate(self):
         done = self.env.event()
-        self.waiting.append([0, done, PROMPT_TOKENS])
+        self.waiting.append([0, done, PROMPT_TOKENS, 0])
         self.poke()
         return done
 
@@ -72,10 +75,11 @@ class Engine:
             yield self.env.timeout(self.token_s * (1 + 0.01 * len(self.running) + 0.002 * missing))
             self.stepping = False
             for sequence in self.running:
+                sequence[3] = sequence[3] or self.version()
                 sequence[0] += 1
                 sequence[2] = 0
                 if sequence[0] == self.tokens:
-                    sequence[1].succeed()
+                    sequence[1].succeed(sequence[3])
             self.running = [sequence for sequence in self.running if sequence[0] < self.tokens]
             self.poke()
 
@@ -86,7 +90,7 @@ class Cluster:
         self.scenario = scenario
         self.one_way_s = scenario.network_s * (1 + scenario.jitter / 2)
         self.engines = [
-            Engine(env, scenario.slots, scenario.token_s, scenario.mean_tokens)
+            Engine(env, scenario.slots, scenario.token_s, scenario.mean_tokens, lambda: self.version)
             for _ in range(scenario.engines)
         ]
         self.version, self.admitted, self.under_way, self.loads = 1, 0, 0, [0] * scenario.engines
@@ -114,15 +118,15 @@ class Cluster:
                 bound = (s.max_staleness + self.version - 1 + 1) * s.prompts_per_step
             self.admitted += 1
             self.under_way += 1
-            self.env.process(self.group(self.version))
+            self.env.process(self.group())
 
-    def group(self, version):
+    def group(self):
         s, began = self.scenario, self.env.now
         samples = [self.env.process(self.sample()) for _ in range(s.generations)]
-        yield simpy.AllOf(self.env, samples)
+        versions = yield simpy.AllOf(self.env, samples)
         yield self.env.timeout(s.reward_s)
         yield self.room.get(1)
-        self.queue.put((version, began))
+        self.queue.put((min(versions.values()), began))
         self.under_way -= 1
         self.poke()
 
@@ -130,9 +134,10 @@ class Cluster:
         at = min(range(len(self.engines)), key=lambda index: self.loads[index])
         self.loads[at] += 1
         yield self.env.timeout(self.one_way_s)
-        yield self.engines[at].generate()
+        version = yield self.engines[at].generate()
         yield self.env.timeout(self.one_way_s)
         self.loads[at] -= 1
+        return version
 
     def trainer(self):
         s = self.scenario
