@@ -267,8 +267,8 @@ class HeartbeatsProveProgress(LivenessRule):
 
 
 class NewEngineServes(LivenessRule):
-    """It is owed from the first commit after the engine's start, when there is a version to give it; not by one
-    that was fenced in this very run of its process.
+    """It is owed from the first commit after the engine's start, when there is a version to give it; not by
+    one that was fenced in this very run of its process.
     """
 
     id = "L7"

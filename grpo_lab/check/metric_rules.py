@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from grpo_lab.check.rule import Context, Rule, on
 from grpo_lab.events import (
+    EngineFailed,
+    FaultInjected,
     GroupConsumed,
     GroupDropped,
     LogprobGapMeasured,
@@ -14,6 +16,8 @@ from grpo_lab.events import (
     OptimizerStepApplied,
     Record,
     SampleCompleted,
+    SyncAborted,
+    SyncBegan,
     SyncEnded,
     TermBegan,
     WeightsPublished,
@@ -188,7 +192,9 @@ class ConsumedLikeDispatched(Rule):
 
 
 class FixedWaits(Rule):
-    """A sleep somewhere in a sync shows as time that no phase explains."""
+    """A sleep somewhere in a sync shows as time that no phase explains. A sync in which something failed, or
+    was made to, waited for that.
+    """
 
     id = "D4"
     words = (
@@ -201,13 +207,22 @@ class FixedWaits(Rule):
         self._syncs = 0
         self._total_s = self._unexplained_s = 0.0
         self._worst: tuple[float, str] = (0.0, "")
+        self._disturbed = False
+
+    @on(SyncBegan)
+    def began(self, record: Record) -> None:
+        self._disturbed = False
+
+    @on(EngineFailed, FaultInjected, SyncAborted)
+    def disturbed(self, record: Record) -> None:
+        self._disturbed = True
 
     @on(SyncEnded)
     def ended(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, SyncEnded)
         total_s = event.phases_s.get("total")
-        if event.outcome != "committed" or total_s is None or len(event.phases_s) < 2:
+        if self._disturbed or event.outcome != "committed" or total_s is None or len(event.phases_s) < 2:
             return
         named_s = sum(seconds for phase, seconds in event.phases_s.items() if phase != "total")
         unexplained_s = max(0.0, total_s - named_s)

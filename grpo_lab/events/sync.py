@@ -181,7 +181,7 @@ class SyncAborted(Event):
 
 @event
 class SyncEnded(Event):
-    """``phases_s`` holds seconds of pause, gather, pack, wire, verify, load, resume, total."""
+    """``phases_s`` holds seconds of look, pause, start, gather, pack, wire, verify, load, resume, total."""
 
     term: int
     version: int

@@ -193,8 +193,9 @@ class Coordinator:
         version = self.committed + 1
         used = self._sync.attempt if self._sync.version == version else 0
         self._sync = SyncId(self._sync.term, version, used + 1)
-        failure = await self._led(self._actions.look)
-        failure = await self._failure_of(self._delivery.begin_version()) or failure
+        with self._times.measure("look"):
+            failure = await self._led(self._actions.look)
+            failure = await self._failure_of(self._delivery.begin_version()) or failure
         await self._require_agreement("begin", failure)
         if self.is_sender:
             self._recorder.emit(

@@ -117,7 +117,8 @@ class Delivery:
         async with gathered_to_the_end(self._source):
             try:
                 await bounded(self._source.begin(sync), self._limits.transfer_s, "the first gather")
-                await self._demand("start", lambda engine: engine.start_update(sync), sync)
+                with times.measure("start"):
+                    await self._demand("start", lambda engine: engine.start_update(sync), sync)
                 await self._move(sync, times)
             except BaseException:
                 with suppress(GrpoLabError):

@@ -134,8 +134,8 @@ class RolloutWorker:
         self._changed.set()
 
     def fence_engines(self, names: Sequence[str]) -> None:
-        """Exactly these engines are out of service: what they are asked for is asked for elsewhere. One that is
-        not named any more has come back with the newest weights.
+        """Exactly these engines are out of service: what they are asked for is asked for elsewhere. One that
+        is not named any more has come back with the newest weights.
         """
         self._requester.fence(names)
 

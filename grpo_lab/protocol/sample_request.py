@@ -175,12 +175,8 @@ class SampleRequester:
         while True:
             try:
                 completion = await self._ask(engine, request)
-                if all(span.version for span in completion.spans):
-                    self._tokens += len(completion.token_ids)
-                    return completion, engine
-                self._avoid(engine)
-                failures += 1
-                last: Exception = EngineError(f"{engine.name} serves weights of no sync: it has restarted")
+                self._tokens += len(completion.token_ids)
+                return completion, engine
             except _OutOfService:
                 engine = self._least_busy()
                 continue  # no fault of the request
@@ -192,7 +188,7 @@ class SampleRequester:
                 if error.status == OUT_OF_SERVICE_STATUS:
                     self._avoid(engine)  # it answers so fast that it would always be the least busy one
                 failures += 1
-                last = error
+                last: Exception = error
             except EngineUnreachable as error:
                 absent_since_s = loop.time() if absent_since_s is None else absent_since_s
                 if loop.time() - absent_since_s >= self._settings.engine_gone_after_s:
@@ -220,13 +216,17 @@ class SampleRequester:
         try:
             async with asyncio.timeout(None) as scope:  # ``fence`` ends it
                 asking[request.request_id] = scope
-                return await bounded(engine.generate(request), self._settings.timeout_s, what)
+                completion = await bounded(engine.generate(request), self._settings.timeout_s, what)
         except TimeoutError as error:
             if not scope.expired():
                 raise
             raise _OutOfService(what) from error
         finally:
             del asking[request.request_id]
+        if not all(span.version for span in completion.spans):
+            self._avoid(engine)
+            raise EngineError(f"{engine.name} serves weights of no sync: it has restarted")
+        return completion
 
     def _avoid(self, engine: Engine) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -105,9 +105,7 @@ def test_an_engine_may_die_between_its_proof_and_the_commit():
     taken_in = Record(death.t, "supervisor", 2, (), EngineAdmitted(engine="engine-0", start="another"))
     assert "S11" in check_records([*records[:place], death, start, taken_in, records[place]]).violated
     untold = [record for record in unknown if not isinstance(record.event, EngineAdmitted)]
-    assert (
-        "S11" in check_records(untold).violated
-    )  # nothing says whom it took in
+    assert "S11" in check_records(untold).violated  # nothing says whom it took in
 
 
 def test_the_freshest_policy_may_drop_a_whole_backlog():

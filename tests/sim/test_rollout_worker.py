@@ -578,3 +578,49 @@ def test_every_order_of_a_failure_beside_an_admission():
     found = explore(run, depth=10, max_runs=1000)
     assert not found.failures, found.failures[0].error
     assert found.outcomes[False] > 0, "no schedule cancelled a group before its task ran: change the case"
+
+
+def test_an_engine_that_came_back_gets_requests_again_at_once():
+    async def scenario(context):
+        engines = [TokenEngine("engine-0"), TokenEngine("engine-1")]
+        world = RolloutWorld(context, engines, max_inflight=4)
+        world.worker.fence_engines(["engine-0"])
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, world.worker.fence_engines, [])
+        await world.run_until(seconds=2.0)
+        assert engines[0].requests
+        assert min(int(request.request_id[4]) for request in engines[0].requests) > 0
+
+    simulate(scenario)
+
+
+def test_tokens_of_weights_that_no_sync_brought_are_asked_for_elsewhere():
+    """A stock server that restarted serves what was on its disk, and does not refuse."""
+
+    async def scenario(context):
+        engines = [TokenEngine("engine-0", version=0), TokenEngine("engine-1")]
+        world = RolloutWorld(context, engines, max_inflight=4)
+        items = await world.run_until(groups=4)
+        assert {span.version for group in items for sample in group.samples for span in sample.spans} == {1}
+
+    _, reasons = simulate(scenario)
+    assert set(reasons) <= {"shutdown"}
+
+
+def test_a_fence_and_the_commit_without_the_engine_may_be_heard_of_together():
+    """Provisional tokens of the fenced engine were given out when both messages came in one piece."""
+
+    async def scenario(context):
+        engines = [TokenEngine("engine-0", version=2, token_s=0.05), TokenEngine("engine-1", token_s=1.0)]
+        world = RolloutWorld(context, engines, max_inflight=2, tokens=6)
+
+        def both():
+            world.worker.fence_engines(["engine-0"])
+            world.worker.update_model_version(2)
+            world.worker.fence_engines([])
+
+        asyncio.get_running_loop().call_later(0.5, both)
+        items = await world.run_until(groups=2)
+        assert (items[0].number, items[0].reason) == (0, "canary_failed")
+
+    simulate(scenario)

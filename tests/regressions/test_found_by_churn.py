@@ -1,0 +1,14 @@
+"""What simulated clusters found when their engines died and came back, stalled, and were cut off."""
+
+from grpo_lab.sim.scenario import Fault, Scenario
+from grpo_lab.sim.world import simulate
+
+
+def test_syncs_that_a_fault_held_up_are_not_taken_for_fixed_waits():
+    """D4: what stalled engines cost lies in no phase, but nothing sleeps there."""
+    faults = tuple(
+        Fault("stall", "engine-0", "start_id", occurrence, duration_s=2.0) for occurrence in range(2, 9)
+    )
+    outcome = simulate(Scenario(engines=2, steps=10, step_s=0.2, faults=faults)).value
+    assert outcome.faults == 7
+    assert outcome.check.of("D4").evaluations > 0
