@@ -1,0 +1,41 @@
+"""All mutants, in the order of their cases."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from grpo_lab.errors import ConfigError
+from grpo_lab.testing.mutants import config, coordinator, engine, metrics, packer, ranks, trainer, worker
+from grpo_lab.testing.mutants.mutant import Mutant
+
+_PARTS = (coordinator, worker, engine, packer, trainer, ranks, metrics, config)
+
+
+def all_mutants() -> tuple[Mutant, ...]:
+    found = [mutant for part in _PARTS for mutant in part.MUTANTS]
+    return tuple(sorted(found, key=lambda mutant: _order(mutant.id)))
+
+
+def chosen(only: Sequence[str]) -> tuple[Mutant, ...]:
+    """Those whose id or case is named; all, when nothing is. Raises ``ConfigError`` for an unknown name."""
+    everything = all_mutants()
+    names = {name for mutant in everything for name in (mutant.id, mutant.case)}
+    for name in only:
+        if name not in names:
+            listed = ", ".join(dict.fromkeys(mutant.case for mutant in everything))
+            raise ConfigError("only", name, f"a mutant's id or case; the cases are {listed}")
+    return tuple(item for item in everything if not only or item.id in only or item.case in only)
+
+
+def find(mutant_id: str) -> Mutant:
+    for mutant in all_mutants():
+        if mutant.id == mutant_id:
+            return mutant
+    raise ConfigError("mutant", mutant_id, "the id of a mutant, as grpo-lab mutants lists it")
+
+
+def _order(mutant_id: str) -> tuple[int, str]:
+    match = re.match(r"M(\d+)(.*)", mutant_id)
+    assert match is not None, mutant_id
+    return int(match[1]), match[2]

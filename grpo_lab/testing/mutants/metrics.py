@@ -1,0 +1,7 @@
+"""Mutants of what is measured."""
+
+from __future__ import annotations
+
+from grpo_lab.testing.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = ()

@@ -1,0 +1,407 @@
+"""Mutants of the trainer: what it consumes, when, and where it goes on after a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_lab.events import OptimizerStepApplied, StepPlanned
+from grpo_lab.protocol.cursor import PromptCursorLedger
+from grpo_lab.protocol.rollout_worker import RolloutWorker
+from grpo_lab.protocol.staleness import GroupBuffer
+from grpo_lab.sim.light_trainer import CheckpointStore, Cut, LightTrainer
+from grpo_lab.testing.mutants import spaces
+from grpo_lab.testing.mutants.clusters import Clusters
+from grpo_lab.testing.mutants.mutant import Mutant
+from grpo_lab.testing.mutants.worker import PatientTerm
+from grpo_lab.trainer.protocols import SyncOutcome
+from grpo_lab.trainer.step import group_consumed
+from grpo_lab.trainer.term import TrainingTerm
+from grpo_lab.types import CursorState, RolloutGroup
+
+
+def with_buffer(buffer: type[GroupBuffer], base: type[TrainingTerm] = TrainingTerm) -> dict[str, Any]:
+    return {"term": type("Term", (base,), {"buffer_type": buffer})}
+
+
+def with_store(change: Any) -> dict[str, Any]:
+    """A trainer whose checkpoints are changed as they are read."""
+
+    class Store(CheckpointStore):
+        def __init__(self, kept: CheckpointStore) -> None:
+            self._kept = kept
+
+        def save(self, cut: Cut) -> None:
+            self._kept.save(cut)
+
+        def resume(self, fresh: Any) -> Cut:
+            cut = self._kept.resume(fresh)
+            lineage = cut.lineage
+            return cut if not lineage.checkpoint else dataclasses.replace(cut, lineage=change(lineage))
+
+    class Trainer(LightTrainer):
+        def __init__(
+            self, scenario: Any, loop: Any, life: Any, store: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            super().__init__(scenario, loop, life, Store(store), *args, **kwargs)
+
+    return {"trainer": Trainer}
+
+
+class VersionFallsBack:
+    """After a failover the version begins at 1 again; staleness is negative and the filter lets all through.
+
+    Field: miles#2244, #2835: the counter lives in the process that died.
+    Planted: a resumed run begins with version 0 and its optimizer steps.
+    Exposed by: a trainer that dies. S1, S18.
+    """
+
+    @staticmethod
+    def change(lineage: Any) -> Any:
+        return dataclasses.replace(lineage, version=0, checkpoint="")
+
+
+class CutIsMixed:
+    """A resume takes weights and version from two moments.
+
+    Field: miles#2835, in its second form: the version comes from the tracker's file, the rest from the
+    checkpoint.
+    Planted: a resumed run begins one version later than its checkpoint says.
+    Exposed by: a trainer that dies. S27.
+    """
+
+    @staticmethod
+    def change(lineage: Any) -> Any:
+        return dataclasses.replace(lineage, version=lineage.version + 1)
+
+
+class StepsAhead:
+    """A resumed run counts an optimizer step that was never applied.
+
+    Own case: the step is counted before the checkpoint is written, and once more when it is read.
+    Planted: one step more.
+    Exposed by: a trainer that dies. S26, S27.
+    """
+
+    @staticmethod
+    def change(lineage: Any) -> Any:
+        return dataclasses.replace(lineage, optimizer_step=lineage.optimizer_step + 1, checkpoint="")
+
+
+class PromptsSkipped:
+    """A resume skips the prompts that were under way.
+
+    Field: NeMo-RL#2651, #3599: the cursor of the data loader is that of what was dispatched.
+    Planted: the cursor of a checkpoint is three prompts ahead.
+    Exposed by: a trainer that dies. S27.
+    """
+
+    @staticmethod
+    def change(lineage: Any) -> Any:
+        cursor = CursorState(lineage.cursor.low_water + 3, ())
+        return dataclasses.replace(lineage, cursor=cursor)
+
+
+class AllIsStale(GroupBuffer):
+    """A restarted trainer takes everything for stale, for ever.
+
+    Field: marin#1829: after a restart with a version that has fallen back all that comes is dropped.
+    Planted: in a later term ages are ten versions too large.
+    Exposed by: a trainer that dies. L8, L5.
+    """
+
+    def assemble(self, version: int, optimizer_step: int) -> tuple[RolloutGroup, ...] | None:
+        return super().assemble(version + (10 if self._term > 1 else 0), optimizer_step)
+
+
+class SlowAreStarved(GroupBuffer):
+    """First in, first out, and what is too old is dropped at the end: slow prompts are never trained on.
+
+    Field: tinker-cookbook#822, slime#2238, trl 1.16.0: heavy tails are what the filter removes.
+    Planted: nothing is held back at admission (see ``FreeAdmission``), and stale groups are dropped.
+    Exposed by: heavy-tailed lengths. D3.
+    """
+
+    def _choose(self) -> list[int]:
+        return list(self._ready)[: self._bound.groups_per_step]
+
+
+class FreeAdmission(RolloutWorker):
+    """Planted beside ``SlowAreStarved``: no bound at admission."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        *others, given = args
+        free = dataclasses.replace(given.bound, policy="drop")
+        super().__init__(*others, dataclasses.replace(given, bound=free), **named)
+
+
+class Prefetches(TrainingTerm):
+    """Staleness is checked when a group leaves the queue, and the group is used steps later.
+
+    Field: trl 1.16.0: prefetch and gradient accumulation come after the check.
+    Planted: two steps' groups are decided ahead.
+    Exposed by: a bound that is small. S18.
+    """
+
+    ahead = 2
+
+    def next_groups(self) -> tuple[tuple[RolloutGroup, ...], float]:
+        waiting: list[Any] = self.__dict__.setdefault("prefetched", [])
+        first, step = len(waiting), self.optimizer_step
+        recorder, self._recorder = self._recorder, _Silent(self._recorder)
+        try:
+            for number in range(first, self.ahead):
+                self.optimizer_step = step + number
+                waiting.append(super().next_groups())
+        finally:
+            self._recorder, self.optimizer_step = recorder, step
+        groups, wait_s = waiting.pop(0)
+        recorder.emit(
+            StepPlanned(
+                term=self.term,
+                optimizer_step=step,
+                version=self.version,
+                groups=tuple(group.group_id for group in groups),
+            )
+        )
+        return groups, wait_s
+
+
+class _Silent:
+    """A recorder that does not tell of steps that are only planned ahead."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+
+    def emit(self, event: Any) -> str:
+        return self._recorder.last_id if isinstance(event, StepPlanned) else str(self._recorder.emit(event))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
+
+
+class SecondRunWithoutSync(TrainingTerm):
+    """A second training run neither syncs nor starts the worker anew, yet its version rises.
+
+    Field: trl 1.16.0: callbacks that do their work once in the life of the trainer.
+    Planted: from the second term on the initial sync is taken for done.
+    Exposed by: a second term. S1, S31.
+    """
+
+    def begin(self, weights_hash: str) -> SyncOutcome | None:
+        if self.term == 1:
+            return super().begin(weights_hash)
+        real, self._sync_until_committed = self._sync_until_committed, self._assumed  # type: ignore[method-assign]
+        try:
+            return super().begin(weights_hash)
+        finally:
+            self._sync_until_committed = real  # type: ignore[method-assign]
+
+    def _assumed(self) -> SyncOutcome:
+        self.version += 1
+        self.synced_step = self._steps_of[self.version] = self.optimizer_step
+        return SyncOutcome(self.version, True, {}, 0.0, ())
+
+
+class OneMarkOnly(PromptCursorLedger):
+    """One dropped group pins the resume cursor for ever.
+
+    Field: trl 1.16.0: the cursor is the first prompt that is not done; all behind it is trained on again.
+    Planted: what is done above the low-water mark is not kept, and a dropped prompt is never done.
+    Exposed by: a stale group, then a checkpoint. S27.
+    """
+
+    def state(self) -> CursorState:
+        return CursorState(super().state().low_water, ())
+
+
+class VersionsForSteps(GroupBuffer):
+    """The lag is counted in versions where it was meant in optimizer steps.
+
+    Field: trl 1.16.0: ``weight_sync_steps=4`` makes the true lag four times the logged one.
+    Planted: the age in steps is the age in versions.
+    Exposed by: several steps a sync, and a bound in steps. S18.
+    """
+
+    def staleness(self, group: RolloutGroup, version: int, optimizer_step: int) -> tuple[int, int]:
+        versions, _ = super().staleness(group, version, optimizer_step)
+        return versions, versions
+
+
+class LastSampleLeftOut(GroupBuffer):
+    """The last sample of a group is left out.
+
+    Own case: a batch that is cut to a multiple of its micro-batches.
+    Planted: groups lose their last sample when a step is formed.
+    Exposed by: any step. S21.
+    """
+
+    def assemble(self, version: int, optimizer_step: int) -> tuple[RolloutGroup, ...] | None:
+        groups = super().assemble(version, optimizer_step)
+        if groups is None:
+            return None
+        return tuple(dataclasses.replace(group, samples=group.samples[:-1]) for group in groups)
+
+
+class FirstDoneFirstUsed(GroupBuffer):
+    """Groups are used in the order in which they are complete.
+
+    Own case: an ``as_completed`` where dispatch order was promised.
+    Planted: the policies that keep an order take what is there.
+    Exposed by: lengths that differ. S22.
+    """
+
+    def _choose(self) -> list[int]:
+        return list(self._ready)[: self._bound.groups_per_step]
+
+
+class Corrects(LightTrainer):
+    """Environment: a trainer with an importance correction, which says whose logprobs it divides by."""
+
+    def versions(self, group: RolloutGroup) -> tuple[int, ...]:
+        return tuple(sorted({span.version for sample in group.samples for span in sample.spans}))
+
+    def _consume(self, groups: Sequence[RolloutGroup]) -> None:
+        term = self.term
+        for group in groups:
+            self._life.emit(
+                group_consumed(
+                    group,
+                    term=term.term,
+                    version=term.version,
+                    optimizer_step=term.optimizer_step,
+                    optimizer_step_first=term.step_of_version(group.version_first),
+                    correction="tis",
+                    correction_versions=self.versions(group),
+                )
+            )
+
+
+class DividesByTheNewest(Corrects):
+    """The correction divides by logprobs of other weights than those that sampled.
+
+    Own case: behaviour logprobs are computed again, with the newest weights.
+    Planted: the version is the trainer's.
+    Exposed by: a sample that is older than the trainer. S25.
+    """
+
+    def versions(self, group: RolloutGroup) -> tuple[int, ...]:
+        return (self.term.version,)
+
+
+class StepTwice(LightTrainer):
+    """A step that was interrupted is applied again.
+
+    Own case: the optimizer's state was saved after the step, the trainer's before it.
+    Planted: every third step is applied twice.
+    Exposed by: any run. S26.
+    """
+
+    def _train_step(self) -> None:
+        super()._train_step()
+        step = self.term.optimizer_step - 1
+        if step % 3 == 2:
+            self._life.emit(
+                OptimizerStepApplied(
+                    term=self.term.term, optimizer_step=step, version=self.term.version, loss=0.0
+                )
+            )
+
+
+class WorkerLeftRunning(TrainingTerm):
+    """The end of training does not stop the worker.
+
+    Own case: only the error path stopped it.
+    Planted: a normal end leaves it running.
+    Exposed by: any end. L9.
+    """
+
+    def _stop_worker(self) -> None:
+        if self.lineage.term > 1:
+            super()._stop_worker()
+
+
+class TermsAreNotCounted(TrainingTerm):
+    """A trainer that starts again takes the term that it had before.
+
+    Own case: the term was in the process's memory.
+    Planted: every incarnation calls itself the first.
+    Exposed by: a trainer that dies. S27, S12.
+    """
+
+    def __init__(self, lineage: Any, *args: Any) -> None:
+        super().__init__(dataclasses.replace(lineage, term=1), *args)
+
+
+HEAVY_TAILS = Clusters(
+    "heavy tails",
+    spaces.varied(
+        dataclasses.replace(
+            spaces.BASE,
+            engines=1,
+            slots=16,
+            steps=60,
+            lengths="heavy",
+            mean_tokens=8,
+            max_tokens=200,
+            token_s=0.05,
+            step_s=0.3,
+            generations=1,
+            prompts_per_step=1,
+            max_inflight=16,
+            queue_capacity=4,
+            checkpoint_every_steps=0,
+        ),
+        seed=spaces.st.integers(0, 5),
+        max_staleness=spaces.st.integers(1, 2),
+    ),
+)
+"""A hundred groups whose lengths differ widely."""
+
+STEP_BOUND = Clusters(
+    "bound in steps",
+    spaces.varied(
+        dataclasses.replace(
+            spaces.BASE, staleness_policy="drop", weight_sync_steps=3, max_staleness_steps=2, queue_capacity=6
+        ),
+        steps=spaces.st.integers(4, 7),
+        staleness_policy=spaces.st.sampled_from(("drop", "freshest")),
+        weight_sync_steps=spaces.st.integers(2, 3),
+        max_staleness=spaces.st.integers(1, 3),
+        seed=spaces.st.integers(0, 3),
+        step_s=spaces.st.sampled_from((0.05, 0.5)),
+    ),
+)
+"""Several optimizer steps a sync, and a staleness bound that counts steps."""
+
+CORRECTED = Clusters("corrected", spaces.LONG_REQUESTS.scenarios, environment={"trainer": Corrects})
+
+MUTANTS = (
+    Mutant(
+        "M24-a", ("S1", "S18"), spaces.DYING_TRAINER, VersionFallsBack, with_store(VersionFallsBack.change)
+    ),
+    Mutant("M24-b", ("S27",), spaces.DYING_TRAINER, CutIsMixed, with_store(CutIsMixed.change)),
+    Mutant("M25-a", ("L8", "L5"), spaces.DYING_TRAINER, AllIsStale, with_buffer(AllIsStale, PatientTerm)),
+    Mutant(
+        "M26", ("D3",), HEAVY_TAILS, SlowAreStarved, {**with_buffer(SlowAreStarved), "worker": FreeAdmission}
+    ),
+    Mutant("M30-a", ("S27",), spaces.DYING_TRAINER, PromptsSkipped, with_store(PromptsSkipped.change)),
+    Mutant("M34", ("S18",), spaces.FREE_ADMISSION, Prefetches, {"term": Prefetches}),
+    Mutant("M35", ("S1", "S31"), spaces.DYING_TRAINER, SecondRunWithoutSync, {"term": SecondRunWithoutSync}),
+    Mutant(
+        "M36",
+        ("S27",),
+        spaces.FREE_ADMISSION,
+        OneMarkOnly,
+        {"term": type("Term", (TrainingTerm,), {"cursor_type": OneMarkOnly})},
+    ),
+    Mutant("M38", ("S18",), STEP_BOUND, VersionsForSteps, with_buffer(VersionsForSteps)),
+    Mutant("M60", ("S21",), spaces.QUIET, LastSampleLeftOut, with_buffer(LastSampleLeftOut)),
+    Mutant("M61", ("S22",), spaces.OUT_OF_ORDER, FirstDoneFirstUsed, with_buffer(FirstDoneFirstUsed)),
+    Mutant("M63", ("S25",), CORRECTED, DividesByTheNewest, {"trainer": DividesByTheNewest}),
+    Mutant("M64-a", ("S26",), spaces.QUIET, StepTwice, {"trainer": StepTwice}),
+    Mutant("M64-b", ("S26",), spaces.DYING_TRAINER, StepsAhead, with_store(StepsAhead.change)),
+    Mutant("M69", ("L9",), spaces.QUIET, WorkerLeftRunning, {"term": WorkerLeftRunning}),
+    Mutant("M78", ("S27", "S12"), spaces.DYING_TRAINER, TermsAreNotCounted, {"term": TermsAreNotCounted}),
+)

@@ -1,0 +1,77 @@
+"""The protocol events around a fault: what a person reads of a case that was made small."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_lab.events import (
+    BucketPackBegan,
+    BucketPacked,
+    BucketReceived,
+    CacheCleared,
+    Event,
+    GatherBegan,
+    GatherEnded,
+    Heartbeat,
+    ModelStep,
+    Record,
+    RequestAdmitted,
+    RequestFinished,
+    SlotReleased,
+    SyncBegan,
+    TermBegan,
+)
+from grpo_lab.testing.mutants.mutant import Finding
+
+_NAMES = ("engine", "member", "sample", "request", "group", "checkpoint", "resource")
+_DETAIL: tuple[type[Event], ...] = (
+    BucketPackBegan,
+    BucketPacked,
+    BucketReceived,
+    CacheCleared,
+    GatherBegan,
+    GatherEnded,
+    Heartbeat,
+    ModelStep,
+    RequestAdmitted,
+    RequestFinished,
+    SlotReleased,
+)
+
+
+def around(finding: Finding) -> list[Record]:
+    """From the sync in which the first proof of the violation lies to its last: all about the same things.
+
+    Things are what events name: an engine, a sample, a group, a checkpoint, a sync by its term and version.
+    Work that is no decision of the protocol (packing, steps, requests in an engine, heartbeats) is left out
+    unless it is proof itself.
+    """
+    records = finding.records
+    proof = set(finding.event_ids)
+    places = [place for place, record in enumerate(records) if record.id in proof]
+    if not places:
+        return records[-1:]
+    first = next(
+        (at for at in range(places[0], -1, -1) if isinstance(records[at].event, (SyncBegan, TermBegan))), 0
+    )
+    subjects = {one for place in places for one in _subjects(records[place].event)}
+    return [
+        record
+        for record in records[first : places[-1] + 1]
+        if record.id in proof
+        or (not isinstance(record.event, _DETAIL) and subjects.intersection(_subjects(record.event)))
+    ]
+
+
+def _subjects(event: Event) -> Iterator[tuple[Any, ...]]:
+    for field in dataclasses.fields(event):  # type: ignore[arg-type]
+        value = getattr(event, field.name)
+        if field.name in _NAMES and value:
+            yield (field.name, value)
+        elif field.name in ("samples", "groups") and isinstance(value, tuple):
+            yield from ((field.name[:-1], one) for one in value)
+    version = getattr(event, "version", None)
+    if version is not None and hasattr(event, "attempt"):
+        yield ("sync", getattr(event, "term", 0), version)
