@@ -54,6 +54,7 @@ COMMANDS = {
     "check": Command("check a trace against the rules of the protocol", "grpo_lab.cli.check", "check"),
     "report": Command("make report.html of a run again", "grpo_lab.cli.report", "report"),
     "fuzz": Command("search simulated clusters for a broken rule", "grpo_lab.cli.fuzz", "fuzz"),
+    "mutants": Command("plant faults of the field: is each caught?", "grpo_lab.cli.mutants", "mutants"),
     "replay": Command("run a failure that fuzz found again", "grpo_lab.cli.replay", "replay"),
     "serve": Command("serve a model like a vLLM server, simulated", "grpo_lab.cli.serve", "serve"),
     "bench": Command("measure on this machine: bench pack, bench sync", "grpo_lab.cli.bench"),

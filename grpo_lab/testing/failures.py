@@ -21,7 +21,7 @@ from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
 from grpo_lab.testing.exhaustive import ScopeFailure
 from grpo_lab.testing.scopes import Scope, run_scope
-from grpo_lab.testing.search import load_coordinator
+from grpo_lab.testing.search import load_coordinator, load_parts
 
 LARGEST_FILE_BYTES = 64 << 20
 
@@ -63,8 +63,8 @@ class ClusterCase:
         return self.failure.protocol
 
     def run(self, records: list[Record]) -> None:
-        coordinator = load_coordinator(self.protocol)
-        simulate(self.failure.scenario, self.failure.tape, coordinator=coordinator, records=records)
+        parts = load_parts(self.protocol)
+        simulate(self.failure.scenario, self.failure.tape, parts=parts, records=records)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from grpo_lab.events import Record
 from grpo_lab.protocol.coordinator import Coordinator
 from grpo_lab.sim.explore import shrink
 from grpo_lab.sim.light_trainer import CoordinatorType
+from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import Failure, Scenario
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
@@ -131,6 +132,20 @@ def load_coordinator(name: str) -> CoordinatorType:
     if not (isinstance(found, type) and issubclass(found, Coordinator)):
         raise ConfigError("coordinator", name, "a subclass of grpo_lab.protocol.coordinator.Coordinator")
     return found
+
+
+def load_parts(protocol: str) -> Parts:
+    """What a failure file's protocol stands for: "", a coordinator, or ``mutant:`` and the id of one.
+
+    Raises ``ConfigError`` for what is neither.
+    """
+    kind, _, mutant_id = protocol.partition(":")
+    if kind != "mutant":
+        return Parts(coordinator=load_coordinator(protocol))
+    from grpo_lab.testing.mutants.catalogue import find  # noqa: PLC0415 - it loads every mutant
+
+    mutant = find(mutant_id)
+    return Parts(**{**getattr(mutant.fixture, "environment", {}), **mutant.planted})
 
 
 def save_all(found: dict[str, Failure], directory: Path) -> list[Path]:
