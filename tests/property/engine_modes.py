@@ -11,7 +11,6 @@ from grpo_lab.check import check_records
 from grpo_lab.check.rules import ALL_RULES
 from grpo_lab.engine.core import EngineCore
 from grpo_lab.engine.drawn import RepeatPolicy, lognormal_quantile
-from grpo_lab.engine.event_mode import EventCore
 from grpo_lab.engine.failures import BadRequest
 from grpo_lab.engine.latency import LatencyModel
 from grpo_lab.engine.policy import SyntheticPolicy
