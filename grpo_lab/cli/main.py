@@ -58,6 +58,7 @@ COMMANDS = {
     "replay": Command("run a failure that fuzz found again", "grpo_lab.cli.replay", "replay"),
     "serve": Command("serve a model like a vLLM server, simulated", "grpo_lab.cli.serve", "serve"),
     "bench": Command("measure on this machine: bench pack, bench sync", "grpo_lab.cli.bench"),
+    "sweep": Command("run an experiment's grid and draw its figures", "grpo_lab.cli.sweep", "sweep"),
     "doctor": Command("say what this machine can do and what is missing", "grpo_lab.cli.doctor", "doctor"),
 }
 

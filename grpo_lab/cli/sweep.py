@@ -1,0 +1,62 @@
+"""``grpo-lab sweep``: runs an experiment's grid and draws its figures."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from grpo_lab.errors import ConfigError
+from grpo_lab.harness.executors import LocalExecutor, RayExecutor
+from grpo_lab.harness.experiment import Scale
+from grpo_lab.harness.sweep import SweepFolder, load_experiment, run_sweep, tell
+
+
+def sweep(
+    file: tyro.conf.Positional[Path],
+    workers: int | None = None,
+    ray: str | None = None,
+    seeds: int = 3,
+    full: bool = False,
+    resume: bool = False,
+    fresh: bool = False,
+    out: Path = Path("runs/experiments"),
+) -> int:
+    """Runs an experiment of experiments/ and writes results.parquet, figures and reading.md.
+
+    Exit code 1 when a run failed or a claim of the reading guide does not hold on these results.
+
+    Args:
+        file: the experiment, for example experiments/sync_interval.py.
+        workers: runs at a time; default: as many as there are cores, or what the experiment allows.
+        ray: address of a Ray cluster to run on instead ("auto": the one on this machine).
+        seeds: of every setting.
+        full: the large grid.
+        resume: keep the points that are finished, run the others.
+        fresh: run all points again.
+        out: where the experiment's folder is made.
+    """
+    if resume and fresh:
+        raise ConfigError("fresh", fresh, "not together with --resume")
+    if ray is not None and workers is not None:
+        raise ConfigError("workers", workers, "nothing with --ray: the cluster decides how many run at once")
+    experiment = load_experiment(file)
+    scale = Scale(seeds, full)
+    folder = SweepFolder(out, experiment.name)
+    console = Console(highlight=False)
+    with contextlib.ExitStack() as stack:
+        if ray is None:
+            executor: LocalExecutor | RayExecutor = LocalExecutor(
+                workers if workers is not None else experiment.workers
+            )
+        else:
+            cluster = RayExecutor(ray)
+            stack.callback(cluster.close)
+            executor = cluster
+        folder.open(resume=resume, fresh=fresh)
+        console.print(f"[bold]{experiment.name}[/]: {experiment.question}", soft_wrap=True)
+        result = run_sweep(experiment, scale, executor, folder, console)
+    tell(result, folder, console)
+    return result.exit_code

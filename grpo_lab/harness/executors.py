@@ -1,0 +1,145 @@
+"""Runs the points of a sweep side by side: in local processes, or as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_lab.errors import ConfigError, GrpoLabError
+from grpo_lab.harness.experiment import Point, Setting
+
+RunPoint = Callable[[Point, Path], Mapping[str, Setting]]
+RAY_CONNECT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PointResult:
+    """What became of a point: its figures, or why there are none. ``wall_s`` is the run's own time."""
+
+    point: Point
+    figures: Mapping[str, Setting]
+    error: str
+    wall_s: float
+
+
+class Executor(Protocol):
+    """Runs points and yields results as they come; every point gets exactly one."""
+
+    def run(self, function: RunPoint, points: Sequence[Point], folder: Path) -> Iterator[PointResult]:
+        """``folder/<hash>`` is a point's own folder."""
+        ...
+
+
+class LocalExecutor:
+    """Processes of this machine that live for many points, so that imports are paid once.
+
+    A point that kills its process (out of memory, a segmentation fault) costs its neighbours nothing: those
+    that ran beside it run once more, one at a time, and the one that does it again is reported.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers = workers if workers is not None else os.cpu_count() or 1
+        if not 1 <= self._workers <= 1024:
+            raise ConfigError("workers", workers, "from 1 to 1024")
+
+    def run(self, function: RunPoint, points: Sequence[Point], folder: Path) -> Iterator[PointResult]:
+        waiting = list(reversed(points))
+        while waiting:
+            suspects = yield from self._until_broken(function, waiting, folder)
+            for point in suspects:
+                yield self._alone(function, point, folder)
+
+    def _until_broken(
+        self, function: RunPoint, waiting: list[Point], folder: Path
+    ) -> Generator[PointResult, None, list[Point]]:
+        """Takes points off ``waiting``; returns those that ran when a process died."""
+        running: dict[Future[PointResult], Point] = {}
+        with self._pool(self._workers) as pool:
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self._workers:
+                        running[pool.submit(_guarded, function, waiting[-1], folder)] = waiting[-1]
+                        waiting.pop()
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        result = future.result()
+                        del running[future]
+                        yield result
+            except BrokenProcessPool:
+                return list(running.values())
+        return []
+
+    def _alone(self, function: RunPoint, point: Point, folder: Path) -> PointResult:
+        started_s = time.monotonic()
+        try:
+            with self._pool(1) as pool:
+                return pool.submit(_guarded, function, point, folder).result()
+        except BrokenProcessPool:
+            error = "its process died (killed, out of memory, or a crash in native code)"
+            return PointResult(point, {}, error, time.monotonic() - started_s)
+
+    @staticmethod
+    def _pool(workers: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+
+
+class RayExecutor:
+    """Plain tasks, one a point, on a running Ray cluster.
+
+    A worker that dies fails its own tasks only. Every machine of the cluster needs grpo_lab installed.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray  # noqa: PLC0415 - an optional dependency
+        except ImportError as error:
+            raise ConfigError("ray", address, "the extra: pip install 'grpo-lab[ray]'") from error
+        self._ray = ray
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError("ray", address, f"the address of a running Ray cluster ({error})") from error
+
+    def run(self, function: RunPoint, points: Sequence[Point], folder: Path) -> Iterator[PointResult]:
+        remote = self._ray.remote(max_retries=0)(_guarded)
+        running: dict[Any, Point] = {remote.remote(function, point, folder): point for point in points}
+        try:
+            while running:
+                (done,), _ = self._ray.wait(list(running), num_returns=1)
+                point = running.pop(done)
+                try:
+                    yield self._ray.get(done)
+                except self._ray.exceptions.RayError as error:
+                    yield PointResult(point, {}, f"{type(error).__name__}: {str(error)[:500]}", 0.0)
+        finally:
+            for reference in running:
+                self._ray.cancel(reference, force=True)
+
+    def close(self) -> None:
+        """Leaves the cluster; it goes on."""
+        self._ray.shutdown()
+
+
+def _guarded(function: RunPoint, point: Point, folder: Path) -> PointResult:
+    """Runs in the other process: an error becomes a result, with its traceback in the point's folder."""
+    own = folder / point.hash
+    own.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    figures: Mapping[str, Setting] = {}
+    error = ""
+    try:
+        figures = dict(function(point, own))
+    except GrpoLabError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure} (traceback in {own / 'error.txt'})"
+        (own / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    return PointResult(point, figures, error, time.monotonic() - started_s)
