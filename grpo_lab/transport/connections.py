@@ -54,7 +54,9 @@ class KeepAliveTransport(httpx.AsyncBaseTransport):
             async with asyncio.timeout(limits.get("read")):
                 connection.writer.write(_head(request) + body)
                 await connection.writer.drain()
-                response, reusable = await _receive(connection.reader, request)
+                response, keep = await _receive(connection.reader, request)
+                # After a handler's exception, uvicorn closes the connection behind the answer, unannounced.
+                reusable = keep and not response.is_server_error
         except TimeoutError as error:
             raise httpx.ReadTimeout("no answer in time", request=request) from error
         except asyncio.IncompleteReadError as error:

@@ -63,7 +63,8 @@ class LabMiddleware:
         self._app = app
         self.start_id = uuid.uuid4().hex[:16]
         self.term = 0
-        self.open: SyncId | None = None
+        self.active = False  # a weight update is open
+        self.open: SyncId | None = None  # whose; None: its client did not say
         self.torn = ""
         self._lease_s = 0.0
         self._busy = 0
@@ -101,11 +102,11 @@ class LabMiddleware:
             await self._abandon(client, sync)
             await _answer(send, 200, {"message": "Weight update abandoned"})
             return
-        if path == "/start_weight_update" and self.open is not None and sync is not None:
+        if path == "/start_weight_update" and self.active and sync is not None:
             if sync == self.open:
                 await _answer(send, 200, {"message": "Weight update started"})
                 return
-            if sync > self.open:
+            if self.open is None or sync > self.open:
                 await self._abandon(client, sync)
         if path == "/resume":
             self._refuse_torn()
@@ -113,11 +114,15 @@ class LabMiddleware:
             receive, plan = await _peek_plan(receive)
             status, _ = await self._forward(scope, receive, send, ((PLAN_HEADER, plan),) if plan else ())
             return
-        status, body = await self._forward(scope, receive, send)
+        try:
+            status, body = await self._forward(scope, receive, send)
+        except Exception as error:  # vLLM makes its 500 of it, outside of all middleware
+            await self._note(path, 500, str(error), sync, headers, client)
+            raise
         await self._note(path, status, body, sync, headers, client)
 
     async def _note(
-        self, path: str, status: int, body: bytes, sync: SyncId | None, headers: dict[str, str], client: Any
+        self, path: str, status: int, body: str, sync: SyncId | None, headers: dict[str, str], client: Any
     ) -> None:
         """What vLLM's answer to a control call means for the state here."""
         ok = status == 200
@@ -126,20 +131,20 @@ class LabMiddleware:
         elif path == "/resume" and ok:
             self._lease_s = 0.0
         elif path == "/start_weight_update" and ok:
-            self.open = sync
+            self.active, self.open = True, sync
         elif path == "/update_weights" and not ok:
-            self.open = None
+            self.active, self.open = False, None
         elif path == "/finish_weight_update":
             if ok:
-                self.open, self.torn = None, ""
-            elif TORN.encode() in body:
+                self.active, self.open, self.torn = False, None, ""
+            elif TORN in body:
                 self.torn = f"{sync or 'an update'} failed while it was loaded"
                 # Never the old version's name again: whoever asks must not take these weights for it.
                 await client.update_weight_version(f"{sync or 'update'}.torn")
 
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, extra: tuple[tuple[str, str], ...] = ()
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, str]:
         """vLLM's answer goes out as it is, with ``extra`` headers if it is a 200; also returned."""
         status, body = 0, bytearray()
 
@@ -155,7 +160,7 @@ class LabMiddleware:
             await send(message)
 
         await self._app(scope, receive, watch)
-        return status, bytes(body)
+        return status, body.decode("utf-8", "replace")
 
     async def _abandon(self, client: Any, sync: SyncId | None) -> None:
         """Drops the open update, if it is that of ``sync`` or older. vLLM has no call for that: an update
@@ -163,7 +168,7 @@ class LabMiddleware:
         """
         if self.open is not None and sync is not None and sync < self.open:
             raise Refused(500, f"abandon of {sync}, but the open weight update is {self.open}")
-        if self.open is None:
+        if not self.active:
             return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
 
@@ -171,8 +176,9 @@ class LabMiddleware:
             await client.update_weights(WeightTransferUpdateRequest(update_info={ABANDON_KEY: True}))
         except Exception as error:
             if ABANDONED not in str(error) and "start_weight_update must be called" not in str(error):
-                raise Refused(500, f"{self.open} could not be dropped: {error}") from error
-        self.open = None
+                words = f"the weight update {self.open or 'under way'} could not be dropped: {error}"
+                raise Refused(500, words) from error
+        self.active, self.open = False, None
 
     def _observe_term(self, headers: dict[str, str]) -> None:
         text = headers.get(TERM_HEADER, "0")

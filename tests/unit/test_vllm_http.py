@@ -331,3 +331,23 @@ def test_bad_settings_are_config_errors():
         VllmHttpEngine("e", "127.0.0.1:8000", ListRecorder("t", time.monotonic))
     with pytest.raises(ConfigError, match="connect_s=0"):
         HttpTimeouts(connect_s=0)
+
+
+@in_loop
+async def test_a_connection_is_not_used_again_after_a_servers_error():
+    """uvicorn closes it behind a 500, unannounced: the next request would find it closed under way."""
+    connections = 0
+
+    async def fails(reader, writer):
+        nonlocal connections
+        connections += 1
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\n{}")
+            await writer.drain()
+
+    async with tcp_server(fails) as (client, _):
+        for _ in range(3):
+            with pytest.raises(EngineRefused):
+                await client.is_paused()
+        assert connections == 3

@@ -27,7 +27,8 @@ FIRST, SECOND = SyncId(3, 1), SyncId(3, 1, 2)
 class Vllm:
     """Routes and engine client of a vLLM, as far as the middleware sees them."""
 
-    def __init__(self, backend="lab_shm"):
+    def __init__(self, backend="lab_shm", raises=False):
+        self.raises = raises  # as vLLM's routes do: its 500 is made outside of all middleware
         config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
         self.vllm_config = config
         self.app = SimpleNamespace(
@@ -71,20 +72,22 @@ class Vllm:
             self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         elif path == "/update_weights":
             self.active = False
+        if status == 500 and self.raises:
+            raise RuntimeError(json.dumps(answer))
         data = json.dumps(answer).encode()
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": data})
 
 
-@pytest.fixture
-def vllm(monkeypatch):
+@pytest.fixture(params=[False, True], ids=["answers", "raises"])
+def vllm(monkeypatch, request):
     """vLLM's own request class, without vLLM."""
     base = ModuleType("vllm.distributed.weight_transfer.base")
     base.WeightTransferUpdateRequest = lambda update_info: SimpleNamespace(update_info=update_info)
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, base.__name__, base)
-    return Vllm()
+    return Vllm(raises=request.param)
 
 
 class Client:
@@ -92,7 +95,11 @@ class Client:
         self.middleware = LabMiddleware(vllm)
 
         async def app(scope, receive, send):
-            await self.middleware({**scope, "app": vllm.app}, receive, send)
+            try:
+                await self.middleware({**scope, "app": vllm.app}, receive, send)
+            except RuntimeError as error:
+                await send({"type": "http.response.start", "status": 500, "headers": []})
+                await send({"type": "http.response.body", "body": str(error).encode()})
 
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
 
@@ -173,6 +180,18 @@ async def test_a_repeated_start_is_one_and_a_newer_one_supersedes(vllm):
 
 
 @in_loop
+async def test_an_update_without_a_name_is_superseded_too(vllm):
+    client = Client(vllm)
+    await client.post("/start_weight_update")  # a stock client
+    assert (await client.post("/start_weight_update", FIRST)).status_code == 200
+    assert vllm.calls == ["/start_weight_update", "abandoned", "/start_weight_update"]
+    await client.post("/finish_weight_update", FIRST)
+    await client.post("/start_weight_update")
+    assert (await client.post(ABANDON_PATH)).status_code == 200
+    assert vllm.active is False
+
+
+@in_loop
 async def test_an_update_can_be_abandoned_by_its_sender_only(vllm):
     client = Client(vllm)
     assert (await client.post(ABANDON_PATH, FIRST)).status_code == 200  # nothing to drop is fine
@@ -192,7 +211,7 @@ async def test_a_failed_update_leaves_the_engine_in_service(vllm):
     await client.post("/start_weight_update", FIRST)
     vllm.fail["/update_weights"] = (500, {"error": {"message": "bucket 3 is corrupt"}})
     assert (await client.post("/update_weights", FIRST)).status_code == 500
-    assert client.middleware.open is None
+    assert client.middleware.active is False
     assert (await client.post("/resume", FIRST)).status_code == 200
     assert (await client.post("/v1/completions")).status_code == 200
     assert vllm.version == "default"
