@@ -145,6 +145,16 @@ def attached() -> dict[tuple[str, str], str]:
     return {tuple(name.rsplit("-", 1)): url for name, url in split}  # type: ignore[misc]
 
 
+def _healthy(server: Server) -> bool:
+    """An engine that has died leaves its server for some seconds, which answers 503."""
+    if not server.alive():
+        return False
+    try:
+        return httpx.get(f"{server.url}/health", timeout=10, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 class Servers:
     """One server a kind, profile and model, kept until ``close``; ``doomed`` ones are replaced when dead."""
 
@@ -159,7 +169,10 @@ class Servers:
             return Server(None, self._attached[kind, profile], self._logs)
         key = (kind, profile, model)
         server = self._running.get(key)
-        if server is None or not server.alive():
+        if server is not None and not _healthy(server):
+            server.stop()
+            server = None
+        if server is None:
             server = self._running[key] = self._start(kind, profile, model)
         return server
 

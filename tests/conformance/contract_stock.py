@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -73,14 +72,17 @@ class StockTrainer:
         await asyncio.to_thread(self._broadcast, wire)
 
     def _broadcast(self, wire: Wire) -> None:
-        assert self._group is not None
+        group = self._group  # a send that goes on must not find itself in the next group
+        assert group is not None
         for part in cut([tensor for _, _, tensor in wire], BUFFER_BYTES):
             buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in part])
             options = BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=TIMEOUT_S)
-            with contextlib.suppress(RuntimeError):  # the engine has given up: its answer says why
-                self._group.broadcast([buffer], options).wait()
+            try:
+                group.broadcast([buffer], options).wait()
+            except RuntimeError:  # the engine has given up: its answer says why
+                return
 
     async def close(self) -> None:
         self._group = self._store = None
