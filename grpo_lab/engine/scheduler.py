@@ -169,7 +169,10 @@ class Scheduler:
         """Takes finished or aborted requests out and frees their blocks."""
         gone = list(requests)
         leaving = {id(request) for request in gone}
-        self.running = [request for request in self.running if id(request) not in leaving]
+        if len(gone) == 1 and gone[0] in self.running:
+            self.running.remove(gone[0])
+        else:
+            self.running = [request for request in self.running if id(request) not in leaving]
         if any(request in self.waiting for request in gone):
             self.waiting = deque(request for request in self.waiting if id(request) not in leaving)
         for request in gone:

@@ -42,6 +42,8 @@ class GroupBuffer:
         self._term = term
         self._step_of_version = step_of_version
         self._ready: dict[int, RolloutGroup] = {}
+        self._unjudged: list[RolloutGroup] = []  # taken since staleness was judged last
+        self._judged_at: tuple[int, int] | None = None  # version and optimizer step
         self._next_number = 0  # the lowest number that is neither consumed nor lost
         self._ended: set[int] = set()  # numbers above it that are
         self._overtaken: dict[int, int] = {}
@@ -72,10 +74,13 @@ class GroupBuffer:
             self._emit_drop(item, "term_ended", f"generated in term {item.term}, now {self._term}")
             return
         self._ready[item.number] = item
+        self._unjudged.append(item)
 
     def assemble(self, version: int, optimizer_step: int) -> tuple[RolloutGroup, ...] | None:
         """The groups of the step that begins now, or None while too few are here."""
         self._drop_stale(version, optimizer_step)
+        if len(self._ready) < self._bound.groups_per_step:
+            return None
         chosen = self._choose()
         if len(chosen) < self._bound.groups_per_step:
             return None
@@ -131,8 +136,12 @@ class GroupBuffer:
                 self._overtaken[number] = self._overtaken.get(number, 0) + passed
 
     def _drop_stale(self, version: int, optimizer_step: int) -> None:
+        """Judges all when they have aged, else those that have come since: this runs for every group."""
         limit_steps = self._bound.max_staleness_steps
-        for group in list(self._ready.values()):
+        aged = self._judged_at != (version, optimizer_step)
+        groups = list(self._ready.values()) if aged else self._unjudged
+        self._judged_at, self._unjudged = (version, optimizer_step), []
+        for group in groups:
             versions, steps = self.staleness(group, version, optimizer_step)
             if versions > self._bound.max_staleness:
                 self._drop(group, "stale", f"{versions} versions old, bound {self._bound.max_staleness}")
