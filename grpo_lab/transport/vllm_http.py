@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
@@ -26,24 +25,28 @@ from grpo_lab.transport.lab_wire import (
     LEASE_HEADER,
     PLAN_HEADER,
     SCORE_PATH,
-    SYNC_HEADER,
-    TERM_HEADER,
 )
 from grpo_lab.transport.vllm_features import OPENAPI_PATH, TOKEN_ROUTE, VllmFeatures, features_of
+from grpo_lab.transport.vllm_wire import (
+    UNSYNCED,
+    error_words,
+    sampling_json,
+    sync_headers,
+    term_header,
+    typed_field,
+    version_spans,
+)
 from grpo_lab.types import (
     Completion,
     EngineCapabilities,
     GenerateRequest,
     JsonDict,
     PauseMode,
-    SamplingParams,
     SyncId,
-    VersionSpan,
 )
 
 PROCESS_START = "process_start_time_seconds"
 STOCK = EngineCapabilities()
-UNSYNCED = "default"  # the version of weights from disk
 _NOT_FOUND = 404
 
 
@@ -134,7 +137,7 @@ class VllmHttpEngine:
     async def discover(self) -> EngineCapabilities:
         """Reads what the engine can do. Raises as every call does."""
         models = await self._call("GET", "/v1/models")
-        self._model = str(_field(models, "data", list)[0]["id"])
+        self._model = str(typed_field(models, "data", list)[0]["id"])
         try:
             known = await self._call("GET", CAPABILITIES_PATH)
         except EngineRefused as error:
@@ -167,34 +170,34 @@ class VllmHttpEngine:
         await self._send("GET", "/health", self._timeouts.answer_s)
 
     async def world_size(self) -> int:
-        return int(_field(await self._call("GET", "/get_world_size"), "world_size", int))
+        return int(typed_field(await self._call("GET", "/get_world_size"), "world_size", int))
 
     async def pause(self, mode: PauseMode, clear_cache: bool, term: int) -> None:
         query = self._features.pause_query(mode, clear_cache)
-        headers = {LEASE_HEADER: f"{self._timeouts.lease_s:g}", **_term(term)}
+        headers = {LEASE_HEADER: f"{self._timeouts.lease_s:g}", **term_header(term)}
         await self._call("POST", "/pause", params=query, headers=headers, timeout_s=self._timeouts.pause_s)
 
     async def resume(self, term: int) -> None:
-        await self._call("POST", "/resume", headers=_term(term))
+        await self._call("POST", "/resume", headers=term_header(term))
 
     async def is_paused(self) -> bool:
-        return bool(_field(await self._call("GET", "/is_paused"), "is_paused", bool))
+        return bool(typed_field(await self._call("GET", "/is_paused"), "is_paused", bool))
 
     async def init_transfer(self, info: JsonDict, term: int) -> str:
         path, limit_s = "/init_weight_transfer_engine", self._timeouts.transfer_s
-        response = await self._send("POST", path, limit_s, {"init_info": info}, headers=_term(term))
+        response = await self._send("POST", path, limit_s, {"init_info": info}, headers=term_header(term))
         return str(response.headers.get(PLAN_HEADER, ""))
 
     async def start_update(self, sync: SyncId) -> None:
         if self._features.four_phases:
-            await self._call("POST", "/start_weight_update", headers=_sync(sync))
+            await self._call("POST", "/start_weight_update", headers=sync_headers(sync))
 
     async def update(self, sync: SyncId, info: JsonDict) -> None:
         await self._call(
             "POST",
             "/update_weights",
             {"update_info": info},
-            headers=_sync(sync),
+            headers=sync_headers(sync),
             timeout_s=self._timeouts.transfer_s,
         )
 
@@ -205,19 +208,19 @@ class VllmHttpEngine:
             "POST",
             "/finish_weight_update",
             {"weight_version": str(sync)},
-            headers=_sync(sync),
+            headers=sync_headers(sync),
             timeout_s=self._timeouts.transfer_s,
         )
 
     async def abandon_update(self, sync: SyncId) -> None:
-        await self._call("POST", ABANDON_PATH, {}, headers=_sync(sync))
+        await self._call("POST", ABANDON_PATH, {}, headers=sync_headers(sync))
 
     async def weight_info(self) -> str:
-        return str(_field(await self._call("GET", "/weight_info"), "weight_version", str))
+        return str(typed_field(await self._call("GET", "/weight_info"), "weight_version", str))
 
     async def checksums(self) -> dict[str, str]:
         body = await self._call("POST", "/weight_checker", {"action": "checksum"})
-        return {str(key): str(value) for key, value in _field(body, "checksums", dict).items()}
+        return {str(key): str(value) for key, value in typed_field(body, "checksums", dict).items()}
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """By our own route, or as the logprobs of a prompt, which a paused vLLM does not answer."""
@@ -225,7 +228,7 @@ class VllmHttpEngine:
             return list(await asyncio.gather(*(self._prompt_logprobs(tuple(ids)) for ids in sequences)))
         body = {"sequences": [list(ids) for ids in sequences]}
         answer = await self._call("POST", SCORE_PATH, body, timeout_s=self._timeouts.transfer_s)
-        return [[float(value) for value in row] for row in _field(answer, "logprobs", list)]
+        return [[float(value) for value in row] for row in typed_field(answer, "logprobs", list)]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:  # an empty list would abort everything
@@ -238,9 +241,9 @@ class VllmHttpEngine:
         if not self._discovered:
             await self.discover()
         headers = {"x-request-id": request.request_id, KIND_HEADER: request.kind}
-        headers |= _term(request.term)
+        headers |= term_header(request.term)
         with_versions = self._capabilities.token_versions
-        sampling = _sampling(request.sampling)
+        sampling = sampling_json(request.sampling)
         if with_versions:
             path = TOKEN_ROUTE
             body: JsonDict = {"token_ids": list(request.prompt_token_ids), "sampling_params": sampling}
@@ -255,7 +258,7 @@ class VllmHttpEngine:
             completion = self._completion(request.request_id, answer["choices"][0], with_versions)
             if before and before == await self._version_or_none():  # it moves only while nothing is decoded
                 whole = {"version": before, "start": 0, "end": len(completion.token_ids)}
-                spans = _spans([whole])
+                spans = version_spans([whole])
                 return dataclasses.replace(completion, spans=spans, version_source="pause_windows")
             return completion
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -275,7 +278,7 @@ class VllmHttpEngine:
             raise ValueError(f"finish_reason={reason!r}")
         if len(values) != len(tokens):
             raise ValueError(f"{len(values)} logprobs for {len(tokens)} tokens")
-        spans = _spans(choice.get("weight_versions") or ())
+        spans = version_spans(choice.get("weight_versions") or ())
         return Completion(request_id, tokens, values, reason, spans, self._name)
 
     async def close(self) -> None:
@@ -375,7 +378,7 @@ class VllmHttpEngine:
             raise EngineUnreachable(f"{where}: {error or type(error).__name__}") from error
         self._observe(response)
         if not response.is_success:
-            message = f"{where}: HTTP {response.status_code}: {_words(response)}"
+            message = f"{where}: HTTP {response.status_code}: {error_words(response)}"
             raise EngineRefused(message, response.status_code, response.text)
         return response
 
@@ -384,55 +387,3 @@ class VllmHttpEngine:
             self._recorder.observe(response.headers.get(CAUSE_HEADER, ""))
         except ValueError:
             return  # no event id: not one of our engines
-
-
-def _sampling(sampling: SamplingParams) -> JsonDict:
-    params: JsonDict = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_tokens": sampling.min_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "logprobs": 0,
-    }
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
-    return params
-
-
-def _spans(rows: Sequence[Any]) -> tuple[VersionSpan, ...]:
-    """Spans whose version is one of ours; the weights from disk ("default") are version 0 of term 0."""
-    spans = []
-    for row in rows:
-        label, start, end = row["version"], int(row["start"]), int(row["end"])
-        sync = None if label == UNSYNCED else SyncId.parse(label)
-        term, version = sync.weights if sync is not None else (0, 0)
-        spans.append(VersionSpan(term, version, start, end, row.get("kv_version")))
-    return tuple(spans)
-
-
-def _term(term: int) -> dict[str, str]:
-    return {TERM_HEADER: str(term)} if term else {}
-
-
-def _sync(sync: SyncId) -> dict[str, str]:
-    return {SYNC_HEADER: str(sync), **_term(sync.term)}
-
-
-def _field(body: JsonDict, name: str, kind: type) -> Any:
-    value = body.get(name)
-    if not isinstance(value, kind):
-        raise EngineError(f"the answer has no {kind.__name__} {name!r}: {str(body)[:200]}")
-    return value
-
-
-def _words(response: httpx.Response) -> str:
-    """The server's message, from vLLM's nested or flat error body, or the text."""
-    try:
-        error = response.json().get("error", response.text)
-    except (ValueError, AttributeError):
-        error = response.text
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:1000]
