@@ -12,6 +12,7 @@ from grpo_lab.ports import Engine
 from grpo_lab.protocol.coordinator import Coordinator
 from grpo_lab.protocol.delivery import Delivery
 from grpo_lab.protocol.engine_actions import EngineActions
+from grpo_lab.protocol.engine_set import EngineSet
 from grpo_lab.protocol.nursery import run_all
 from grpo_lab.protocol.phase_times import PhaseTimes
 from grpo_lab.protocol.timeouts import Timeouts
@@ -189,6 +190,18 @@ class SyncInsideSync(Coordinator):
         return problem
 
 
+class ForgetsTheRestarted(EngineSet):
+    """An engine that has restarted is never taken in again.
+
+    Own case: fenced is for ever; nobody looks whether it is another process now.
+    Planted: nobody is new.
+    Exposed by: an engine that dies, and a run that lasts. L7.
+    """
+
+    def _is_new(self, name: str, start: str) -> bool:
+        return False
+
+
 MUTANTS = (
     Mutant("M01-a", ("L3", "L2", "S32"), spaces.UPDATE_ERRORS, AnswerNotRead, with_delivery(AnswerNotRead)),
     Mutant("M01-b", ("S11",), spaces.UPDATE_ERRORS, FailedFinishCounts, with_delivery(FailedFinishCounts)),
@@ -204,5 +217,12 @@ MUTANTS = (
     Mutant("M32", ("D4",), spaces.MANY_SYNCS, SleepsFirst, {"coordinator": SleepsFirst}),
     Mutant("M53", ("S3",), spaces.QUIET, ResumesBeforeCommit, {"coordinator": ResumesBeforeCommit}),
     Mutant("M55", ("S11",), spaces.UPDATE_ERRORS, Quorum, with_delivery(Quorum)),
+    Mutant(
+        "M68",
+        ("L7",),
+        spaces.LONG_LIFE,
+        ForgetsTheRestarted,
+        {"coordinator": type("Coordinator", (Coordinator,), {"set_type": ForgetsTheRestarted})},
+    ),
     Mutant("M57", ("S13",), spaces.UPDATE_ERRORS, SyncInsideSync, {"coordinator": SyncInsideSync}),
 )

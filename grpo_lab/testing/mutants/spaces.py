@@ -222,6 +222,17 @@ SLOW_TRAINER = Clusters(
 )
 """Minutes of virtual time, in which little happens."""
 
+LONG_LIFE = Clusters(
+    "an engine that dies in a long run",
+    varied(
+        dataclasses.replace(BASE, engines=2, steps=10, step_s=60.0, mean_tokens=4),
+        faults=_some(_fault(("crash_before",), ("pause", "start_update", "finish_update"), ENGINES[:1]), 1),
+        seed=st.integers(0, 3),
+        pause_mode=_PAUSES,
+    ),
+)
+"""Ten minutes after an engine has started again."""
+
 RESUME_ERRORS = Clusters(
     "resume errors",
     varied(

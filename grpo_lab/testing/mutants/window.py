@@ -26,6 +26,7 @@ from grpo_lab.events import (
 from grpo_lab.testing.mutants.mutant import Finding
 
 _NAMES = ("engine", "member", "sample", "request", "group", "checkpoint", "resource")
+_BEGIN = (SyncBegan, TermBegan)
 _DETAIL: tuple[type[Event], ...] = (
     BucketPackBegan,
     BucketPacked,
@@ -42,24 +43,24 @@ _DETAIL: tuple[type[Event], ...] = (
 
 
 def around(finding: Finding) -> list[Record]:
-    """From the sync in which the first proof of the violation lies to its last: all about the same things.
+    """From the first proof of the violation to its last: that, and all about what the last one is about.
 
-    Things are what events name: an engine, a sample, a group, a checkpoint, a sync by its term and version.
-    Work that is no decision of the protocol (packing, steps, requests in an engine, heartbeats) is left out
-    unless it is proof itself.
+    A single proof begins with the sync, or term, in which it lies. What events are about is what they name: an
+    engine, a sample, a group, a checkpoint, a sync by its term and version. Work that is no decision of the
+    protocol (packing, steps, requests in an engine, heartbeats) is left out unless it is proof itself.
     """
     records = finding.records
     proof = set(finding.event_ids)
     places = [place for place, record in enumerate(records) if record.id in proof]
     if not places:
         return records[-1:]
-    first = next(
-        (at for at in range(places[0], -1, -1) if isinstance(records[at].event, (SyncBegan, TermBegan))), 0
-    )
-    subjects = {one for place in places for one in _subjects(records[place].event)}
+    first, last = places[0], places[-1]
+    if first == last:
+        first = next((at for at in range(first, -1, -1) if isinstance(records[at].event, _BEGIN)), 0)
+    subjects = set(_subjects(records[last].event))
     return [
         record
-        for record in records[first : places[-1] + 1]
+        for record in records[first : last + 1]
         if record.id in proof
         or (not isinstance(record.event, _DETAIL) and subjects.intersection(_subjects(record.event)))
     ]

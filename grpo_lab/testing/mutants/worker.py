@@ -17,7 +17,6 @@ from grpo_lab.testing.mutants import spaces
 from grpo_lab.testing.mutants.clusters import Clusters
 from grpo_lab.testing.mutants.mutant import Mutant
 from grpo_lab.trainer.term import TrainingTerm
-from grpo_lab.trainer.worker_main import ChannelQueue
 from grpo_lab.types import Completion, GenerateRequest, VersionSpan
 
 
@@ -26,6 +25,13 @@ class PatientTerm(TrainingTerm):
 
     def __init__(self, lineage: Any, args: Any, *others: Any) -> None:
         super().__init__(lineage, dataclasses.replace(args, starvation_timeout=80_000.0), *others)
+
+
+class PatientActor(LightWorker):
+    """A worker that is not given up when it makes no progress."""
+
+    def _raise_if_stalled(self) -> None:
+        pass
 
 
 def with_requester(requester: type[SampleRequester], **settings: Any) -> dict[str, Any]:
@@ -263,7 +269,7 @@ class FirstLogprobLost(SimulatedEngine):
         return dataclasses.replace(answer, logprobs=answer.logprobs[1:])
 
 
-class UnboundedQueue(ChannelQueue):
+class UnboundedQueue(LightWorker):
     """The queue takes whatever comes.
 
     Own case: its capacity was a hint.
@@ -271,15 +277,9 @@ class UnboundedQueue(ChannelQueue):
     Exposed by: a trainer slower than the engines, and little room. S23.
     """
 
-    async def put(self, item: Any) -> None:
-        self._capacity = 10**9
-        await super().put(item)
-
-
-class _UnboundedWorker(LightWorker):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._queue.__class__ = UnboundedQueue
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._queue._capacity = 10**9
 
 
 class CompletedTwice(SampleRequester):
@@ -301,14 +301,14 @@ class CompletedTwice(SampleRequester):
             super()._emit_completed(whole, group_id, term, duration_s)
 
 
+_PATIENT = {"term": PatientTerm, "worker_actor": PatientActor}
 PATIENT = {
-    "term": PatientTerm,
+    **_PATIENT,
     **with_requester(SampleRequester, group_timeout_s=80_000.0, request=RequestSettings(timeout_s=80_000.0)),
 }
 """Neither trainer nor worker ever gives up waiting."""
 
 BAD_REQUEST = Clusters("one bad request", spaces.QUIET.scenarios, environment={"client": RefusesOnePrompt})
-_PATIENT = {"term": PatientTerm}
 
 MUTANTS = (
     Mutant("M05", ("L5", "L4"), spaces.QUIET, NoPlaceAtZero, {"worker": NoPlaceAtZero, **_PATIENT}),
@@ -343,6 +343,6 @@ MUTANTS = (
     Mutant("M54", ("S5",), spaces.LONG_REQUESTS, PartsInWrongOrder, with_requester(PartsInWrongOrder)),
     Mutant("M58-b", ("S14",), spaces.BUSY_ENGINE, CompletedTwice, with_requester(CompletedTwice)),
     Mutant("M59", ("S19",), spaces.QUIET, OneTooMany, {"worker": OneTooMany}),
-    Mutant("M62", ("S23",), spaces.FREE_ADMISSION, UnboundedQueue, {"worker_actor": _UnboundedWorker}),
+    Mutant("M62", ("S23",), spaces.FREE_ADMISSION, UnboundedQueue, {"worker_actor": UnboundedQueue}),
     Mutant("M74", ("S24",), spaces.QUIET, FirstLogprobLost, {"client": FirstLogprobLost}),
 )
