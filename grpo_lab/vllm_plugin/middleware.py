@@ -46,6 +46,9 @@ FENCED_PATHS = frozenset(
 )
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", TOKEN_ROUTE})
 MAX_LEASE_S = 86_400.0
+# A call to an engine core that was killed under it is never answered (vLLM 0.32), and nothing tells a
+# middleware of the death but this flag. The server's own end waits for that call.
+LOOK_EVERY_S = 0.5
 
 
 class Refused(Exception):
@@ -145,7 +148,10 @@ class LabMiddleware:
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, extra: tuple[tuple[str, str], ...] = ()
     ) -> tuple[int, str]:
-        """vLLM's answer goes out as it is, with ``extra`` headers if it is a 200; also returned."""
+        """vLLM's answer goes out as it is, with ``extra`` headers if it is a 200; also returned.
+
+        Raises ``Refused`` when the engine dies and vLLM says nothing.
+        """
         status, body = 0, bytearray()
 
         async def watch(message: Message) -> None:
@@ -159,7 +165,17 @@ class LabMiddleware:
                 body.extend(message.get("body", b""))
             await send(message)
 
-        await self._app(scope, receive, watch)
+        client = scope["app"].state.engine_client
+        answering = asyncio.ensure_future(self._app(scope, receive, watch))
+        try:
+            while not answering.done():
+                dead = client.errored
+                await asyncio.wait({answering}, timeout=LOOK_EVERY_S)
+                if dead and not answering.done() and not status:
+                    raise Refused(500, f"{scope['path']}: the engine core has died")
+            await answering
+        finally:
+            answering.cancel()
         return status, body.decode("utf-8", "replace")
 
     async def _abandon(self, client: Any, sync: SyncId | None) -> None:

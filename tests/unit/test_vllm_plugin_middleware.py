@@ -35,6 +35,8 @@ class Vllm:
             state=SimpleNamespace(engine_client=self), routes=[SimpleNamespace(path="/inference/v1/generate")]
         )
         self.calls = []
+        self.errored = False
+        self.hang = ""
         self.fail = {}
         self.active = False
         self.paused = False
@@ -64,6 +66,8 @@ class Vllm:
             if not message.get("more_body"):
                 break
         self.calls.append(path)
+        if path == self.hang:
+            await asyncio.sleep(600)
         status, answer = self.fail.get(path, (200, {"path": path, "body": body.decode()}))
         if status == 200:
             self.active = {"/start_weight_update": True, "/finish_weight_update": False}.get(
@@ -268,6 +272,20 @@ async def test_the_lease_ends_with_the_resume_and_is_off_without_the_header(vllm
             await client.post("/resume", FIRST)
         await asyncio.sleep(0.2)
         assert "lease resumed" not in vllm.calls
+
+
+@in_loop
+async def test_a_call_to_a_dead_engine_is_answered(vllm):
+    client = Client(vllm)
+    await client.post("/start_weight_update", FIRST)
+    vllm.hang = "/update_weights"
+    call = asyncio.create_task(client.post("/update_weights", FIRST))
+    await turns()
+    assert not call.done()
+    vllm.errored = True  # the engine core was killed under it
+    answer = await call
+    assert answer.status_code == 500
+    assert "the engine core has died" in answer.text
 
 
 @in_loop
