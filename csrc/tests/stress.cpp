@@ -1,10 +1,43 @@
-// Several threads pack, unpack and hash with one pool and with pools of their own. Run under ThreadSanitizer.
+// Several threads pack, unpack and hash with one pool and with pools of their own. Run under ThreadSanitizer, and for
+// AArch64 under an emulator.
 #include <cstdio>
 #include <thread>
 
 #include "../packer.h"
 
 using namespace grpo;
+
+namespace {
+
+// Packs floats of every magnitude into every float dtype, with every instruction set here. Prints the hashes, which are
+// the same on every machine, and returns how many instruction sets differ.
+int casts() {
+    constexpr int64_t kCount = 100'003;
+    std::vector<float> source(kCount);
+    uint64_t state = 1;
+    for (float& value : source) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        const auto bits = static_cast<uint32_t>(state >> 32);
+        memcpy(&value, &bits, sizeof value);
+    }
+    const auto address = reinterpret_cast<uint64_t>(source.data());
+    Pool pool(2);
+    int differ = 0;
+    for (const Dtype wire : {Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::e4m3, Dtype::e5m2}) {
+        const auto bytes = kCount * static_cast<int64_t>(item_bytes(wire));
+        const Buckets buckets({{wire, kCount}}, {{0, 0, 0, 0, kCount}}, {bytes});
+        Views sources(buckets);
+        sources.add(0, Dtype::f32, {kCount}, {1}, {address, address, kCount * 4}, false);
+        std::vector<uint8_t> memory(static_cast<size_t>(bytes));
+        std::vector<uint64_t> hashes;
+        for (const Kernels* kernels : available_kernels()) hashes.push_back(pack(buckets, sources, pool, 0, memory.data(), {kernels, true, true}));
+        for (const uint64_t hash : hashes) differ += hash != hashes.front();
+        std::printf("dtype %d: %016llx\n", static_cast<int>(wire), static_cast<unsigned long long>(hashes.front()));
+    }
+    return differ;
+}
+
+}  // namespace
 
 int main() {
     constexpr int64_t kCount = 300'000;
@@ -38,7 +71,7 @@ int main() {
             }
         });
     for (auto& thread : threads) thread.join();
-    int failed = 0;
+    int failed = casts();
     for (int count : failures) failed += count;
     std::printf("packing_stress: %d failures\n", failed);
     return failed != 0;

@@ -29,9 +29,9 @@ from grpo_lab.errors import BucketCorrupt, PackingError
 from grpo_lab.packing.dtypes import DTYPES, dtype_name, dtype_named
 from grpo_lab.packing.native import BoundTensors, buckets_of, extension, memory_of
 from grpo_lab.packing.plan import BucketPlan, TensorEntry
-from grpo_lab.packing.ring import allocate_ring, as_bytes, check_ring
+from grpo_lab.packing.ring import allocate_ring, as_bytes, check_ring, stays_in_cache
 
-# Below this, the bucket is read again while it is still in the cache, and ordinary stores are faster.
+# Below this, ordinary stores into the targets are faster than non-temporal ones.
 STREAM_BYTES = 1 << 20
 
 
@@ -80,6 +80,7 @@ class Packer:
             if ring is None
             else check_ring(ring, plan.max_bucket_nbytes)
         )
+        self._streams = not stays_in_cache(len(self._ring) * plan.max_bucket_nbytes)
         self._views = extension.Views(buckets_of(plan), False)
         self._mapping: Mapping[str, torch.Tensor] | None = None
         self._watched = BoundTensors(())
@@ -154,7 +155,7 @@ class Packer:
         nbytes = self.plan.bucket_nbytes(bucket_index)
         memory = self._ring[slot][:nbytes]
         hash64 = extension.pack(
-            self._views, self._pool, bucket_index, memory, self._hash, nbytes >= STREAM_BYTES, self._isa
+            self._views, self._pool, bucket_index, memory, self._hash, self._streams, self._isa
         )
         return PackedBucket(bucket_index, slot, memory, nbytes, hash64)
 

@@ -7,6 +7,7 @@ exists only between two system calls; ``sweep_stale_segments`` removes what a ki
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -19,6 +20,7 @@ from grpo_lab.errors import TransportError
 
 SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the system's directory for POSIX shared memory
 _NAME = re.compile(r"grpo_lab_(\d+)_[0-9a-f]+")
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; a full directory is an error of it, not a SIGBUS
 _FIX = "use a smaller bucket_bytes, fewer slots, a larger /dev/shm, or the gloo transport"
 
 
@@ -49,6 +51,8 @@ class Segment:
             finally:
                 os.unlink(path)
             try:
+                os.ftruncate(fd, nbytes)
+                _wish_for_huge_pages(fd, nbytes)
                 os.posix_fallocate(fd, 0, nbytes)
                 self._memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             except OSError as error:
@@ -109,6 +113,17 @@ def sweep_stale_segments(directory: Path = SHM_DIRECTORY) -> list[str]:
             continue
         swept.append(path.name)
     return swept
+
+
+def _wish_for_huge_pages(fd: int, nbytes: int) -> None:
+    """Lets the first touch of each page be one that asks for huge pages, which only a mapping can.
+
+    Where the system grants none (``shmem_enabled``), or cannot populate a mapping (Linux before 5.14), the
+    allocation that follows is as it would have been.
+    """
+    with contextlib.suppress(OSError), mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(_MADV_POPULATE_WRITE)
 
 
 def _alive(pid: int) -> bool:

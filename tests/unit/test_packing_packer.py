@@ -13,6 +13,7 @@ from grpo_lab.errors import BucketCorrupt, PackingError
 from grpo_lab.packing import BucketPlan, Packer, Unpacker, hash64, instruction_sets, native
 from grpo_lab.packing.native import extension
 from grpo_lab.packing.reference import pack_reference, raw_bytes
+from grpo_lab.packing.ring import stays_in_cache
 
 
 def everything():
@@ -357,8 +358,19 @@ def test_without_hash_the_bytes_are_the_same():
         assert bucket.memory == expected
 
 
-def test_streaming_stores_give_the_same_bytes():
-    """Buckets beyond 1 MiB take non-temporal stores; smaller ones do not."""
+def test_a_ring_up_to_half_of_the_cache_is_filled_through_it(tmp_path):
+    size = tmp_path / "size"
+    for told, largest in [("32768K\n", 16 << 20), ("512K", 256 << 10), ("many", 2 << 20), (None, 2 << 20)]:
+        size.unlink(missing_ok=True)
+        if told is not None:
+            size.write_text(told)
+        assert stays_in_cache(largest, size)
+        assert not stays_in_cache(largest + 1, size)
+
+
+@pytest.mark.parametrize("in_cache", [True, False])
+def test_streaming_and_ordinary_stores_give_the_same_bytes(monkeypatch, in_cache):
+    monkeypatch.setattr("grpo_lab.packing.packer.stays_in_cache", lambda ring_bytes: in_cache)
     torch.manual_seed(0)
     tensors = {"a": torch.randn(700_000), "b": torch.randn(300, 500).t(), "c": torch.randn(77)}
     for wire in (None, "bfloat16"):
