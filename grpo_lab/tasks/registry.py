@@ -7,10 +7,13 @@ from types import MappingProxyType
 
 from grpo_lab.errors import ConfigError
 from grpo_lab.tasks.base import Task
+from grpo_lab.tasks.distinct_digits import DISTINCT_DIGITS
+from grpo_lab.tasks.reverse_digits import REVERSE_DIGITS
 from grpo_lab.tasks.running_sum import RUNNING_SUM
 from grpo_lab.tasks.sort_digits import SORT_DIGITS
 
-TASKS: Mapping[str, Task] = MappingProxyType({task.name: task for task in (SORT_DIGITS, RUNNING_SUM)})
+_ALL = (SORT_DIGITS, RUNNING_SUM, REVERSE_DIGITS, DISTINCT_DIGITS)
+TASKS: Mapping[str, Task] = MappingProxyType({task.name: task for task in _ALL})
 
 
 def task_names() -> tuple[str, ...]:

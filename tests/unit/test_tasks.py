@@ -10,7 +10,7 @@ from grpo_lab.tasks.base import split_of
 
 
 def test_names_are_registered():
-    assert task_names() == ("sort_digits", "running_sum")
+    assert task_names() == ("sort_digits", "running_sum", "reverse_digits", "distinct_digits")
 
 
 def test_unknown_name_lists_the_known_ones():
@@ -52,6 +52,14 @@ def test_sorted_digits_are_the_prompts_digits_in_order():
         digits = row["prompt"].removesuffix(">")
         assert 8 <= len(digits) <= 14
         assert sorted(digits) == list(row["answer"])
+
+
+def test_reverse_digits_and_distinct_digits_say_what_they_should():
+    for row in get_task("reverse_digits").generate("heldout", 100, 0):
+        assert row["answer"] == "".join(reversed(row["prompt"].removesuffix("-")))
+    for row in get_task("distinct_digits").generate("heldout", 100, 0):
+        digits = row["prompt"].removesuffix("*")
+        assert row["answer"] == "".join(digit for digit in "0123456789" if digit in digits)
 
 
 def test_running_sum_adds_each_digit_to_the_one_before():

@@ -85,7 +85,10 @@ def test_a_missing_path(spec):
 
 def test_a_name_that_is_nothing_lists_the_tasks(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"'sort_digit' is no task \(sort_digits, running_sum\)"):
+    with pytest.raises(
+        DataError,
+        match=r"'sort_digit' is no task \(sort_digits, running_sum, reverse_digits, distinct_digits\)",
+    ):
         load_dataset_source("sort_digit")
 
 
