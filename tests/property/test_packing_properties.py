@@ -73,7 +73,9 @@ def build(model, **options):
 def empty_like(tensor, layout):
     """A target to unpack into: contiguous, transposed, or every second element of more."""
     if layout == "transposed":
-        return torch.zeros(tensor.shape[::-1], dtype=tensor.dtype).permute(*reversed(range(tensor.dim())))
+        return torch.zeros(tensor.shape[::-1], dtype=tensor.dtype).permute(
+            tuple(reversed(range(tensor.dim())))
+        )
     if layout == "stepped" and tensor.dim():
         return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., ::2]
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
