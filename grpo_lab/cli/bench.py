@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 from grpo_lab.errors import ConfigError
 
-BENCHMARKS = {"pack": "grpo_lab.cli.bench_pack", "sync": "grpo_lab.cli.bench_sync"}
+BENCHMARKS = {
+    "pack": "grpo_lab.cli.bench_pack",
+    "sync": "grpo_lab.cli.bench_sync",
+    "sim": "grpo_lab.cli.bench_sim",
+}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -243,10 +244,13 @@ class SampleRequester:
         if not serving:
             raise WorkerError(f"all engines are out of service: {', '.join(sorted(self._fenced))}")
         candidates = [engine for engine in serving if engine.name != unless] or serving
-        return min(
-            candidates,
-            key=lambda engine: (self._avoid_until_s[engine.name] > now_s, len(self._asking[engine.name])),
-        )
+        best, least = candidates[0], (True, math.inf)
+        for engine in candidates:
+            name = engine.name
+            load = (self._avoid_until_s[name] > now_s, len(self._asking[name]))
+            if load < least:
+                best, least = engine, load
+        return best
 
     def _emit_completed(self, whole: Completion, group_id: str, term: int, duration_s: float) -> None:
         finite = abs(sum(whole.logprobs)) < FINITE_LOGPROBS  # one that is not makes the sum so

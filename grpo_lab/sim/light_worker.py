@@ -50,7 +50,7 @@ class SeededPrompts:
 
 
 class SeededRewards:
-    """Port ``RewardModel``: 0 or 1 by the completion's tokens, after ``reward_s``."""
+    """Port ``RewardModel``: 0 or 1 by the completion's length and first tokens, after ``reward_s``."""
 
     def __init__(self, scenario: Scenario, strike: Strike) -> None:
         self._scenario = scenario
@@ -63,7 +63,7 @@ class SeededRewards:
         await asyncio.sleep(self._scenario.reward_s)
         if "reward_error" in met:
             raise RewardError("reward function parity raised ValueError: injected")
-        values = [float(sum(ids) % 2) for ids in completions]
+        values = [float((len(ids) + sum(ids[:8])) % 2) for ids in completions]
         return [(value, (value,)) for value in values]
 
 
