@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_lab.errors import GrpoLabError
 from grpo_lab.events import CheckpointSaved, MicroBatchBegan, OptimizerStepApplied
-from grpo_lab.ports import Engine
+from grpo_lab.ports import Engine, WeightSource
 from grpo_lab.protocol.admission import StalenessBound
 from grpo_lab.protocol.canary import Canary
 from grpo_lab.protocol.coordinator import Coordinator, SyncSettings
@@ -29,6 +29,7 @@ from grpo_lab.sim.life import Life
 from grpo_lab.sim.loop import VirtualLoop
 from grpo_lab.sim.scenario import Scenario
 from grpo_lab.sim.stalls import Stalls
+from grpo_lab.sim.trainer_ranks import TrainerRanks
 from grpo_lab.trainer.protocols import NamedTensors, SyncOutcome, WorkerFactory
 from grpo_lab.trainer.ranks import SingleRank
 from grpo_lab.trainer.step import group_consumed
@@ -119,9 +120,11 @@ class BridgedSync:
         life: Life,
         source: type[PackedSource] = PackedSource,
         stalls: Stalls | None = None,
+        ranks: TrainerRanks | None = None,
     ) -> None:
         self._coordinator_type = coordinator
         self._stalls = stalls
+        self._ranks = ranks
         self._source_type = source
         self._scenario = scenario
         self._engines = engines
@@ -144,32 +147,48 @@ class BridgedSync:
             num_threads=1,
             sends=True,
         )
+        ranks = self._ranks
+        gathered: WeightSource = source
+        if ranks is not None:
+            gathered = ranks.source(source)
+            ranks.make_others(source, transport)
         coordinator = self._coordinator = self._coordinator_type(
-            self._engines, transport, source, SingleRank(), self._life, sync_settings(self._scenario)
+            self._engines,
+            transport,
+            gathered,
+            SingleRank() if ranks is None else ranks.first,
+            self._life,
+            sync_settings(self._scenario),
         )
-        self._call(lambda: coordinator.connect(term, base_version), LIMITS.connect_phase_s)
+        self._call(coordinator, lambda one: one.connect(term, base_version), LIMITS.connect_phase_s)
 
     def sync(self, named_tensors: NamedTensors, optimizer_step: int) -> SyncOutcome:
         coordinator = self._coordinator
         assert coordinator is not None
         bound_s = LIMITS.sync_s(self._scenario.sync_attempts)
-        report = self._call(lambda: coordinator.sync(optimizer_step), bound_s)
+        report = self._call(coordinator, lambda one: one.sync(optimizer_step), bound_s)
         total_s = report.phases_s["total"]
         return SyncOutcome(report.version, report.committed, report.phases_s, total_s, report.fenced)
 
     def close(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
-            self._call(coordinator.close, LIMITS.shutdown_s)
+            self._call(coordinator, lambda one: one.close(), LIMITS.shutdown_s)
 
-    def _call(self, step: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        work = self._unless_dead(step)
+    def _call(
+        self,
+        coordinator: Coordinator,
+        step: Callable[[Coordinator], Coroutine[Any, Any, T]],
+        timeout_s: float,
+    ) -> T:
+        ranks = self._ranks
+        work = self._unless_dead(step(coordinator) if ranks is None else ranks.together(coordinator, step))
         return self._bridge.call(work if self._stalls is None else self._stalls.within(work), timeout_s)
 
-    async def _unless_dead(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
         """What goes wrong in a dead trainer's sync is nobody's business any more."""
         try:
-            return await step()
+            return await work
         except GrpoLabError:
             if self._life.alive:
                 raise
@@ -193,6 +212,7 @@ class LightTrainer:
         source: type[PackedSource] = PackedSource,
         term: type[TrainingTerm] = TrainingTerm,
         stalls: Stalls | None = None,
+        ranks: TrainerRanks | None = None,
     ) -> None:
         self._scenario = scenario
         self._life = life
@@ -202,7 +222,16 @@ class LightTrainer:
         self._weights = cut.weights
         self._restored_hash = cut.weights_hash
         sync = BridgedSync(
-            coordinator, scenario, engines, make_transport, self._weights, self._bridge, life, source, stalls
+            coordinator,
+            scenario,
+            engines,
+            make_transport,
+            self._weights,
+            self._bridge,
+            life,
+            source,
+            stalls,
+            ranks,
         )
         settings = LightSettings(
             scenario.bound,

@@ -10,9 +10,8 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from grpo_lab.engine.failures import BadRequest, NotInService, StaleTerm
+from grpo_lab.engine.failures import BadRequest, NotInService, StaleTerm, UpdateError
 from grpo_lab.engine.request import Request
-from grpo_lab.engine.rl_state import UpdateError
 from grpo_lab.errors import (
     EngineError,
     EngineRefused,

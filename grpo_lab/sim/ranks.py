@@ -50,10 +50,12 @@ class RankGroup:
 
     async def enter(self, rank: int, operation: str, ok: bool, timeout_s: float) -> bool:
         """Waits until all ranks entered the same operation; True when all brought True."""
-        if self._broken is not None:
-            raise _again(self._broken)
         index = self._next_index[rank]
         self._next_index[rank] += 1
+        if self._broken is not None:
+            if index in self._rounds:  # the others wait, or have waited, for this rank there
+                self._record(rank, index, operation, self._rounds[index])
+            raise _again(self._broken)
         current = self._rounds.setdefault(index, _Round(operation))
         self._record(rank, index, operation, current)
         if current.operation != operation:

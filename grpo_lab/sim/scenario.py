@@ -65,6 +65,7 @@ ENGINE_CALLS = (
 )
 SEQUENCE_SHARE, PREFILL_SHARE = 0.01, 0.002  # of a step without a batch, for each sequence or prompt token
 SHARED_PREFIX_TOKENS = 20  # of every fourth prompt: more than a block of the KV cache
+RANK_CALLS = ("agree", "gather")  # collectives of the trainer's ranks
 REWARD_CALL, BUCKET_CALL = "score_reward", "bucket"
 TRAINER, WORKER = "trainer", "worker"
 
@@ -93,16 +94,17 @@ class Fault:
             raise ConfigError("fault occurrence", self.occurrence, "an integer of at least 1")
         if not -60.0 <= self.duration_s <= 600.0 or (self.duration_s < 0 and self.kind != "clock_skew"):
             raise ConfigError("fault duration_s", self.duration_s, "0 to 600 seconds")
-        if self.target in (TRAINER, WORKER) and self.kind not in _OF_ACTORS:
+        if not self.target.startswith("engine-") and self.kind not in _OF_ACTORS:
             raise ConfigError("fault target", self.target, f"an engine for fault {self.kind}")
 
 
-_OF_ACTORS = (*CRASHES, "stall", "clock_skew", "reward_error")
+_OF_ACTORS = (*CRASHES, "stall", "hang", "clock_skew", "reward_error")
 _CALLS_OF: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(CALL_FAULTS, ENGINE_CALLS),
     **dict.fromkeys(LINK_FAULTS, ENGINE_CALLS),
     **dict.fromkeys(BUCKET_FAULTS, (BUCKET_CALL,)),
-    **dict.fromkeys(CRASHES, ENGINE_CALLS),
+    **dict.fromkeys(CRASHES, (*ENGINE_CALLS, *RANK_CALLS)),
+    "hang": RANK_CALLS,  # the rank comes duration_s late
     "oom": ("finish_update",),
     "stall": ENGINE_CALLS,
     "reward_error": (REWARD_CALL,),
@@ -151,6 +153,7 @@ class Scenario:
     min_engines: int = 1
     canary: bool = False
     stock: bool = False
+    trainer_ranks: int = 1
     final_sync: bool = False
     lengths: Lengths = "geometric"
     mean_tokens: int = 8
@@ -189,7 +192,7 @@ class Scenario:
         if self.min_engines > self.engines:
             raise ConfigError("min_engines", self.min_engines, f"at most engines = {self.engines}")
         _ = self.bound  # its own checks
-        members = (*self.engine_names, TRAINER, WORKER)
+        members = (*self.engine_names, *self.rank_names, WORKER)
         for fault in self.faults:
             if fault.target not in members:
                 raise ConfigError("fault target", fault.target, f"one of {', '.join(members)}")
@@ -197,6 +200,11 @@ class Scenario:
     @property
     def engine_names(self) -> tuple[str, ...]:
         return tuple(f"engine-{index}" for index in range(self.engines))
+
+    @property
+    def rank_names(self) -> tuple[str, ...]:
+        """The trainer's ranks; rank 0 is the trainer."""
+        return (TRAINER, *(f"{TRAINER}-r{rank}" for rank in range(1, self.trainer_ranks)))
 
     @property
     def longest_sample_s(self) -> float:
@@ -252,6 +260,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("context_token_s", 0.0, 1.0),
     ("step_jitter", 0.0, 0.99),
     ("engine_ranks", 1, 1024),
+    ("trainer_ranks", 1, 64),
     ("prompt_tokens", 1, 100_000),
     ("step_s", 0.0, 3600.0),
     ("token_s", 1e-6, 60.0),

@@ -31,7 +31,14 @@ from grpo_lab.sim.engine_host import EngineHost
 from grpo_lab.sim.faults import Faults
 from grpo_lab.sim.greenlet_bridge import GreenletBridge, spawn_blocking
 from grpo_lab.sim.life import Life
-from grpo_lab.sim.light_trainer import LIMITS, SHAPES, CheckpointStore, CoordinatorType, LightTrainer
+from grpo_lab.sim.light_trainer import (
+    LIMITS,
+    SHAPES,
+    CheckpointStore,
+    CoordinatorType,
+    LightTrainer,
+    sync_settings,
+)
 from grpo_lab.sim.light_worker import HEARTBEAT_STALE_S, LightWorker
 from grpo_lab.sim.network import STOCK, Network, SimulatedEngine, SimulatedTransport
 from grpo_lab.sim.parts import Parts
@@ -39,6 +46,7 @@ from grpo_lab.sim.scenario import TRAINER, WORKER, Scenario
 from grpo_lab.sim.simulation import SimContext, SimResult, run_simulation
 from grpo_lab.sim.stalls import Stalls, task_factory
 from grpo_lab.sim.tape import Tape
+from grpo_lab.sim.trainer_ranks import TrainerRanks
 from grpo_lab.sim.watch import Measures, Watch, WatchedRecorder
 from grpo_lab.trainer.protocols import RolloutWorkerProtocol, WorkerFactory, WorkerStart
 from grpo_lab.transport.memory import InMemoryReceiver
@@ -158,6 +166,8 @@ class World:
             context.loop.set_task_factory(task_factory)
         self._trainer_recorder = self._recorder(TRAINER)
         self._worker_recorder = self._recorder(WORKER)
+        self._rank_recorders = [self._recorder(name) for name in scenario.rank_names[1:]]
+        self._ranks: TrainerRanks | None = None
         self._hosts = {
             name: EngineHost(
                 name,
@@ -229,6 +239,7 @@ class World:
         self._killed.clear()
         self._down_s = 0.0
         self._trainer_stalls = Stalls(self._context.loop.time)
+        ranks = self._make_ranks(life)
         trainer = self._parts.trainer(
             self.scenario,
             self._context.loop,
@@ -241,12 +252,44 @@ class World:
             source=self._parts.source,
             term=self._parts.term,
             stalls=self._trainer_stalls,
+            ranks=ranks,
         )
         self._trainer_task = self._trainer_stalls.spawn(
             lambda: spawn_blocking(self._context.loop, trainer.run, name="trainer")
         )
         self._trainer_task.add_done_callback(lambda _: self._killed.set())
         return trainer
+
+    def _make_ranks(self, life: Life) -> TrainerRanks | None:
+        self._ranks = None
+        if self.scenario.trainer_ranks > 1:
+            lives = [life]
+            for recorder in self._rank_recorders:
+                lives.append(Life(recorder, self._terms))
+                self._run.emit(MemberStarted(member=recorder.actor, role="trainer", incarnation=self._terms))
+                recorder.observe(self._run.last_id)
+            settings = sync_settings(self.scenario)
+            self._ranks = TrainerRanks(
+                lives, self._faults, self._crash, self._parts.coordinator, settings, self.scenario.seed
+            )
+        return self._ranks
+
+    def _end_ranks(self, detail: str) -> None:
+        """What starts ranks ends them all when one has ended."""
+        if self._ranks is not None:
+            for rank in range(1, self.scenario.trainer_ranks):
+                self._end_rank(rank, detail)
+
+    def _end_rank(self, rank: int, detail: str) -> None:
+        assert self._ranks is not None
+        recorder = self._rank_recorders[rank - 1]
+        if self._ranks.alive(rank):
+            self._ranks.fail(rank, detail)
+            self._run.observe(recorder.last_id)
+            if detail:
+                self._run.emit(MemberDied(member=recorder.actor, detail=detail))
+            else:
+                self._run.emit(MemberStopped(member=recorder.actor))
 
     async def _ended(self) -> str | None:
         """Until the trainer has ended or was killed; why it must start again, None when it need not."""
@@ -259,6 +302,7 @@ class World:
         error = task.exception()
         if error is not None and not isinstance(error, GrpoLabError):
             raise error
+        self._end_ranks("" if error is None else "ended with rank 0")
         if error is None:
             return None
         life.end()
@@ -334,6 +378,8 @@ class World:
                 self._worker.crash()
         elif member == TRAINER:
             self._crash_trainer(down_s)
+        elif member in self.scenario.rank_names:
+            self._end_rank(self.scenario.rank_names.index(member), "killed by SIGKILL")
         elif self._hosts[member].crash("killed by SIGKILL"):
             self._start(self._restart(self._hosts[member], down_s), f"restart of {member}")
 
@@ -350,6 +396,7 @@ class World:
         self._run.observe(self._trainer_recorder.last_id)
         self._run.observe(self._worker_recorder.last_id)
         self._run.emit(MemberDied(member=TRAINER, detail="killed by SIGKILL"))
+        self._end_ranks("killed with rank 0")
         if self._worker is not None and self._worker.crash():
             self._run.emit(MemberDied(member=WORKER, detail="killed with its trainer"))
         if self._transport is not None:
@@ -428,6 +475,7 @@ def declaration(scenario: Scenario, parts: Parts) -> RunDeclared:
         parameters={
             **{name: getattr(scenario, name) for name in same},
             "groups_per_step": scenario.prompts_per_step,
+            "trainer_ranks": scenario.trainer_ranks,
             "num_generations": scenario.generations,
             "max_inflight_tasks": scenario.max_inflight,
             "scope": "global",

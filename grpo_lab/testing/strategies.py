@@ -22,6 +22,7 @@ from grpo_lab.sim.scenario import (
     CRASHES,
     ENGINE_CALLS,
     LINK_FAULTS,
+    RANK_CALLS,
     REWARD_CALL,
     TRAINER,
     WORKER,
@@ -96,13 +97,14 @@ def delays() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def faults(engines: int) -> st.SearchStrategy[tuple[Fault, ...]]:
+def faults(engines: int, trainer_ranks: int = 1) -> st.SearchStrategy[tuple[Fault, ...]]:
     """None to four faults of a cluster of ``engines`` engines."""
     names = tuple(f"engine-{index}" for index in range(engines))
-    return st.lists(_one_fault(names), max_size=4).map(tuple)
+    return st.lists(_one_fault(names, trainer_ranks), max_size=4).map(tuple)
 
 
-def _one_fault(names: tuple[str, ...]) -> st.SearchStrategy[Fault]:
+def _one_fault(names: tuple[str, ...], ranks: int = 1) -> st.SearchStrategy[Fault]:
+    further = tuple(f"{TRAINER}-r{rank}" for rank in range(1, ranks))
     engine = st.sampled_from(names)
     call = st.sampled_from(ENGINE_CALLS)
 
@@ -112,7 +114,10 @@ def _one_fault(names: tuple[str, ...]) -> st.SearchStrategy[Fault]:
             Fault, kind=kind, target=target, call=calls, occurrence=_OCCURRENCES, duration_s=_DURATIONS_S
         )
 
+    collective = st.sampled_from(RANK_CALLS)
+    of_ranks = [made((*CRASHES, "hang"), collective, st.sampled_from((TRAINER, *further)))] if further else []
     return st.one_of(
+        *of_ranks,
         made(CALL_FAULTS, call, engine),
         made(BUCKET_FAULTS, st.just(BUCKET_CALL), engine),
         made(LINK_FAULTS, call, engine),
@@ -141,8 +146,10 @@ def clusters(*, with_faults: bool = True) -> st.SearchStrategy[Scenario]:
 @st.composite
 def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
     engines = draw(st.integers(1, 3))
+    ranks = draw(st.sampled_from((1, 1, 1, 2, 3)))
     return Scenario(
         engines=engines,
+        trainer_ranks=ranks,
         slots=draw(st.integers(1, 6)),
         pause_mode=draw(st.sampled_from(("keep", "abort", "wait"))),
         clear_cache=draw(st.sampled_from((True, True, False))),
@@ -156,14 +163,14 @@ def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
         checkpoint_every_steps=draw(st.integers(0, 2)),
         faults_until_s=draw(st.sampled_from((30.0, 90.0))),
         seed=draw(st.integers(0, 3)),
-        faults=draw(faults(engines)) if with_faults else (),
+        faults=draw(faults(engines, ranks)) if with_faults else (),
         **draw(workloads()),
         **draw(delays()),
     )
 
 
 def churn() -> st.SearchStrategy[Scenario]:
-    """Longer runs of small clusters whose engines die and come back, stall and are cut off, again and again."""
+    """Longer runs of small clusters whose engines die and come back, stall and are cut off, many times."""
     return st.integers(2, 3).flatmap(_churn)
 
 

@@ -12,3 +12,10 @@ def test_syncs_that_a_fault_held_up_are_not_taken_for_fixed_waits():
     outcome = simulate(Scenario(engines=2, steps=10, step_s=0.2, faults=faults)).value
     assert outcome.faults == 7
     assert outcome.check.of("D4").evaluations > 0
+
+
+def test_a_rank_waits_in_its_gather_while_an_engine_is_slow_to_start():
+    """S29: the other rank's bound for a gather was below what rank 0 may wait for an engine."""
+    fault = Fault("delay", "engine-0", "start_update", 1, duration_s=70.0)
+    outcome = simulate(Scenario(engines=2, steps=1, sync_attempts=1, trainer_ranks=2, faults=(fault,))).value
+    assert outcome.optimizer_steps == 1

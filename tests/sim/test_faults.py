@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from grpo_lab.errors import ConfigError, TraceError
+from grpo_lab.events import EngineProved, FaultInjected
 from grpo_lab.sim.scenario import ENGINE_CALLS, Failure, Fault, Scenario
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
@@ -168,3 +169,64 @@ def test_damaged_failure_files_are_named(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(TraceError, match=words):
         Failure.load(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "call"), [("trainer", "update"), ("trainer", "resume"), ("worker", "generate")]
+)
+def test_a_stalled_actor_goes_on_where_it_stood(target, call):
+    outcome = run(Fault("stall", target, call, 3, duration_s=8.0)).value
+    assert (outcome.faults, outcome.terms, outcome.optimizer_steps) == (1, 1, 4)
+
+
+def test_nothing_of_a_stalled_worker_moves():
+    fault = Fault("stall", "worker", "generate", 5, duration_s=8.0)
+    result = run(fault)
+    (began_s,) = [record.t for record in result.records if isinstance(record.event, FaultInjected)]
+    said = [record.t - began_s for record in result.records if record.actor == "worker"]
+    assert any(after_s > 8 for after_s in said)
+    assert not any(0 < after_s < 8 for after_s in said)
+
+
+def test_a_worker_that_stalls_beyond_the_heartbeat_bound_is_given_up():
+    outcome = run(Fault("stall", "worker", "generate", 5, duration_s=200.0), faults_until_s=300.0).value
+    assert (outcome.terms, outcome.optimizer_steps) == (2, 4)
+    assert outcome.marks["died-worker"] == 1
+
+
+def test_a_partition_of_one_side_is_not_one_of_the_other():
+    """The trainer loses the engine and fences it; the worker reaches it, and is told."""
+    outcome = run(Fault("partition_trainer", "engine-0", "pause", 2, duration_s=60.0), steps=6).value
+    assert outcome.marks["engine-fenced"] == 1
+    assert (outcome.terms, outcome.optimizer_steps) == (1, 6)
+    outcome = run(Fault("partition_worker", "engine-0", "generate", 2, duration_s=60.0)).value
+    assert "engine-fenced" not in outcome.marks
+    assert outcome.optimizer_steps == 4
+
+
+@pytest.mark.parametrize("pause_mode", ["keep", "abort", "wait"])
+def test_stock_engines_prove_themselves_in_probation(pause_mode):
+    result = run(stock=True, pause_mode=pause_mode)
+    assert result.value.optimizer_steps == 4
+    proofs = {record.event.proof for record in result.records if isinstance(record.event, EngineProved)}
+    assert proofs == {"structure", "canary"}
+
+
+def test_a_stock_engine_that_restarts_comes_back():
+    fault = Fault("crash_before", "engine-0", "update", 2, duration_s=0.5)
+    outcome = run(fault, stock=True, steps=10, step_s=2.0).value
+    assert outcome.marks["engine-taken-in-again"] == 1
+    assert (outcome.terms, outcome.optimizer_steps) == (1, 10)
+
+
+@pytest.mark.parametrize("call", ["agree", "gather"])
+@pytest.mark.parametrize("kind", ["crash_before", "crash_after", "hang"])
+@pytest.mark.parametrize("target", ["trainer", "trainer-r1"])
+def test_what_happens_to_one_rank_reaches_every_rank(target, kind, call):
+    result = run(Fault(kind, target, call, 9, duration_s=8.0), trainer_ranks=2, checkpoint_every_steps=1)
+    outcome = result.value
+    assert outcome.faults == 1
+    assert outcome.optimizer_steps == 4
+    assert outcome.terms == (1 if kind == "hang" else 2)
+    assert outcome.check.of("L10").evaluations > 0
+    assert outcome.check.of("S29").evaluations > 0
