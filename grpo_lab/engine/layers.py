@@ -170,7 +170,7 @@ def _unknown(name: str, served: Mapping[str, Tensor]) -> str:
     root, inner = ("Qwen2Model", name.removeprefix("model.")) if name.startswith("model.") else (
         "Qwen2ForCausalLM", name
     )  # fmt: skip
-    known = sorted(fused_name(other).removeprefix("model.") for other in served)
+    known = sorted({fused_name(other).removeprefix("model.") for other in served})
     parts = fused_name(inner).split(".")
     depth = 0
     while depth < len(parts) and any(other.split(".")[: depth + 1] == parts[: depth + 1] for other in known):
