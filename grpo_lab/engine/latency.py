@@ -54,14 +54,9 @@ class LatencyModel:
 
         Each step leaves every sequence with one KV entry more.
         """
-        first_s = (
-            self.base_s
-            + self.prefill_token_s * plan.prefill_tokens
-            + self.sequence_s * plan.sequences
-            + self.context_token_s * plan.context_tokens
-        )
-        growth_s = self.context_token_s * plan.sequences
-        return (first_s + growth_s * np.arange(count)) * self._factors(first_step, count)
+        same_s = self.base_s + self.prefill_token_s * plan.prefill_tokens + self.sequence_s * plan.sequences
+        context_tokens = plan.context_tokens + plan.sequences * np.arange(count)
+        return (same_s + self.context_token_s * context_tokens) * self._factors(first_step, count)
 
     def step_s(self, plan: StepPlan, step: int) -> float:
         """Seconds of step number ``step``."""
