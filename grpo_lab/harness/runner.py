@@ -152,6 +152,8 @@ def _refuse_bad_input(recipe: Recipe) -> None:
         raise ConfigError("engine", recipe.engine, "sim in a simulated world")
     if recipe.engine == "vllm":
         vllm_python()
+        if recipe.batch_invariant:
+            raise ConfigError("batch_invariant", True, "false with a real vLLM", "Leave it out")
     if recipe.world == "sim" and recipe.trainer_ranks != 1:
         raise ConfigError("trainer_ranks", recipe.trainer_ranks, "1 in a simulated world")
     if recipe.model and not Path(recipe.model, "config.json").is_file():
