@@ -207,16 +207,6 @@ class RewardModel(Protocol):
         ...
 
 
-class Supervisor(Protocol):
-    """Starts, stops and watches members; a death is an event at once, not a time-out later."""
-
-    async def start(self, member: str) -> None: ...
-    async def stop(self, member: str) -> None: ...
-    async def died(self, member: str) -> str:
-        """Waits until the member has died and returns how (cancel it to stop watching)."""
-        ...
-
-
 class Bridge(Protocol):
     """Calls protocol coroutines from blocking code. Sync face.
 

@@ -150,6 +150,18 @@ def test_an_engine_that_is_paused_for_ever_is_a_stall_that_says_what_to_do():
             assert "waits for: inflight" in str(error)
 
 
+def test_one_engine_that_is_not_there_does_not_keep_the_worker_from_the_other():
+    """An engine may die between its first weights and the worker's start: nobody waits for it."""
+    with serving() as engine:
+        urls = ("http://127.0.0.1:9", engine.url)
+        with started(make_spec(engine.url, engine_urls=urls, engine_wait_s=60.0)) as (worker, _):
+            groups = [worker.rollout_buffer.get(timeout=10) for _ in range(3)]
+            assert {span.version for group in groups for span in group.samples[0].spans} == {1}
+        fenced = make_spec(engine.url, engine_urls=urls, engine_wait_s=60.0, fenced=("engine-0",))
+        with started(fenced) as (worker, _):
+            worker.rollout_buffer.get(timeout=10)
+
+
 def test_no_engine_and_no_data_are_told_in_words():
     with started(make_spec("http://127.0.0.1:9")) as (worker, _):
         assert "EngineUnreachable: GET /v1/models of engine-0 (http://127.0.0.1:9)" in str(failure(worker))
