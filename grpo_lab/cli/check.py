@@ -18,6 +18,7 @@ from grpo_lab.check import Checker, CheckResult, RuleResult, Violation, check_tr
 from grpo_lab.check.follow import follow as follow_trace
 from grpo_lab.errors import TraceError, UserError
 from grpo_lab.events import (
+    EngineAdmitted,
     EngineFailed,
     EngineFenced,
     EnginePaused,
@@ -57,6 +58,7 @@ TIMELINE = (
     SyncAborted,
     EngineResumed,
     SyncEnded,
+    EngineAdmitted,
     EngineFailed,
     EngineFenced,
     MemberStarted,

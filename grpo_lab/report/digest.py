@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from grpo_lab.events import (
+    EngineAdmitted,
     EngineFenced,
     FaultInjected,
     MemberDied,
@@ -31,6 +32,7 @@ class Digest:
         self.end_t = 0.0
         self.records = 0
         self.incidents: list[tuple[float, str]] = []
+        self._out: set[str] = set()  # engines that are fenced
         self.training = TrainingLog()
         self.rollouts = RolloutLog()
         self.syncs = SyncLog()
@@ -94,6 +96,11 @@ class Digest:
                 self.incidents.append((record.t, f"{event.member} died: {event.detail}"))
             case EngineFenced() as event:
                 self.incidents.append((record.t, f"{event.engine} fenced: {event.reason}"))
+                self._out.add(event.engine)
+            case EngineAdmitted() as event:
+                if event.engine in self._out:
+                    self._out.discard(event.engine)
+                    self.incidents.append((record.t, f"{event.engine} taken in again"))
             case SyncAborted() as event:
                 words = "given up" if event.final else f"attempt {event.attempt} failed"
                 self.incidents.append((record.t, f"sync of v{event.version} {words}: {event.reason}"))
