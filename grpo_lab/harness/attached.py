@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_lab.errors import EngineError, EngineRefused
 from grpo_lab.recorders import NullRecorder
 from grpo_lab.transport.engines import connect_engines
+from grpo_lab.transport.vllm_http import VllmHttpEngine
 from grpo_lab.types import SyncId
 
 REACH_TIMEOUT_S = 10.0
+NOT_FOUND = 404
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ async def _ask(urls: Sequence[str]) -> Attached:
     engines = await connect_engines(urls, NullRecorder("harness"), REACH_TIMEOUT_S)
     try:
         # A trainer that failed before its first commit left its term behind, and no weights of it.
-        terms = [max(engine.seen_term, _term_of(await engine.weight_info())) for engine in engines]
+        terms = [max(engine.seen_term, _term_of(await _version_of(engine))) for engine in engines]
         # Such a server writes its own events, if any, beside another run: none of them is in this trace.
         abilities = {
             engine.name: dataclasses.replace(engine.capabilities, events=False) for engine in engines
@@ -41,6 +44,25 @@ async def _ask(urls: Sequence[str]) -> Attached:
     finally:
         for engine in engines:
             await engine.close()
+
+
+async def _version_of(engine: VllmHttpEngine) -> str:
+    """Empty where the server is too old to say. Raises ``EngineError`` when its weights cannot be changed."""
+    try:
+        return await engine.weight_info()
+    except EngineRefused as error:
+        if error.status != NOT_FOUND:
+            raise
+    try:
+        await engine.is_paused()
+    except EngineRefused as error:
+        if error.status == NOT_FOUND:
+            raise EngineError(
+                f"{engine.name} has no RL routes, so its weights cannot be updated: start vLLM with "
+                "VLLM_SERVER_DEV_MODE=1, or grpo-lab serve without --no-rl-routes"
+            ) from error
+        raise
+    return ""
 
 
 def _term_of(version: str) -> int:

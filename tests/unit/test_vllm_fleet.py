@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_lab.errors import ConfigError
+from grpo_lab.errors import ConfigError, EngineError, EngineRefused
 from grpo_lab.events import EngineProved, Record, SampleCompleted
-from grpo_lab.harness import fleet
+from grpo_lab.harness import attached, fleet
 from grpo_lab.harness.engine_report import logprob_gaps, rules_by_capability
 from grpo_lab.harness.recipe import RECIPES, recipe_with
 from grpo_lab.harness.run_dir import RunDir
 from grpo_lab.harness.runner import declaration, run
 from grpo_lab.harness.vllm_server import PYTHON_VARIABLE
+from grpo_lab.types import EngineCapabilities
 
 LLAMA = {
     "max_position_embeddings": 256,
@@ -117,3 +118,48 @@ def test_gaps_are_told_for_every_version():
         "token versions by source: engine: 1 samples",
     ]
     assert list(logprob_gaps([])) == []
+
+
+class OldServer:
+    """An engine without some of vLLM's routes."""
+
+    name, seen_term, capabilities = "engine-0", 3, EngineCapabilities()
+
+    def __init__(self, *missing):
+        self.missing = missing
+
+    async def answer(self, call, value):
+        if call in self.missing:
+            raise EngineRefused(f"{call}: HTTP 404", 404)
+        return value
+
+    async def weight_info(self):
+        return await self.answer("weight_info", "t7.v1.a1")
+
+    async def is_paused(self):
+        return await self.answer("is_paused", False)
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def attaching(monkeypatch):
+    def to(*missing):
+        async def connect(urls, recorder, wait_s):
+            return (OldServer(*missing),)
+
+        monkeypatch.setattr(attached, "connect_engines", connect)
+        return attached.ask_engines(["http://engine"])
+
+    return to
+
+
+def test_attaching_goes_on_from_the_newest_term(attaching):
+    assert attaching().newest_term == 7
+    assert attaching("weight_info").newest_term == 3  # too old to name its weights
+
+
+def test_a_server_whose_weights_cannot_be_changed_is_refused(attaching):
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        attaching("weight_info", "is_paused")
