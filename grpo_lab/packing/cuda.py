@@ -17,7 +17,7 @@ import torch
 from grpo_lab.errors import BucketCorrupt, PackingError
 from grpo_lab.packing.device import PIECE, piece_table
 from grpo_lab.packing.dtypes import DTYPES, dtype_name
-from grpo_lab.packing.native import extension
+from grpo_lab.packing.native import BoundTensors, extension
 from grpo_lab.packing.plan import BucketPlan, TensorEntry
 
 LEAF_BYTES = 1 << 16
@@ -86,12 +86,17 @@ class CudaPacker:
         self._leaves = [torch.zeros(leaves, dtype=torch.int64, device=self._device) for _ in range(slots)]
         self._tables: list[torch.Tensor] = []
         self._tensors: Mapping[str, torch.Tensor] = {}
+        self._watched = BoundTensors(())
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checks the tensors and sends their addresses to the GPU. Call again when one was replaced."""
+        """Checks the tensors and sends their addresses to the GPU. Call again when another replaced one
+        (pack notices one that moved in memory, or changed otherwise)."""
+        self._stream.synchronize()  # a pack in flight may still read the tables that go now
+        self._tables = []
         for entry in self.plan.tensors:
             _check(entry, tensors, entry.source_dtype, self._device)
         self._tables = [_upload(self.plan, i, tensors, self._device) for i in range(self.plan.num_buckets)]
+        self._watched = BoundTensors(tensors[entry.name] for entry in self.plan.tensors)
         self._tensors = tensors
 
     def pack(self, bucket_index: int, slot: int | None = None) -> CudaBucket:
@@ -99,6 +104,8 @@ class CudaPacker:
         self.plan.check_bucket(bucket_index)
         if not self._tables:
             raise PackingError("no tensors are bound; call bind() before pack()")
+        if self._watched.changed(self.plan.tensors_of_bucket[bucket_index]):
+            self.bind(self._tensors)
         slot = bucket_index % len(self._ring) if slot is None else slot
         if type(slot) is not int or not 0 <= slot < len(self._ring):
             raise PackingError(f"no slot {slot!r}: the ring has {len(self._ring)}, counted from 0")

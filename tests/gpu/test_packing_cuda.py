@@ -103,6 +103,17 @@ def test_a_flipped_bit_is_found_and_repeated_packs_take_no_memory():
     assert torch.cuda.max_memory_allocated() == before
 
 
+def test_moved_memory_is_noticed():
+    weight = torch.nn.Parameter(torch.zeros(20_000, device="cuda"))
+    packer = cuda_packer.CudaPacker(BucketPlan.build({"w": weight}))
+    packer.bind({"w": weight})
+    packer.pack(0)
+    weight.data = torch.full((40_000,), 3.0, device="cuda")[::2]
+    bucket = packer.pack(0)
+    bucket.event.synchronize()
+    assert (bucket.memory.view(torch.float32) == 3).all()
+
+
 def test_host_tensors_are_refused():
     plan = BucketPlan.build({"w": torch.zeros(4)})
     with pytest.raises(PackingError, match="'w' is on cpu"):
