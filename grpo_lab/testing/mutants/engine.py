@@ -21,7 +21,7 @@ from grpo_lab.sim.network import SimulatedEngine
 from grpo_lab.testing.mutants import spaces
 from grpo_lab.testing.mutants.coordinator import Patient
 from grpo_lab.testing.mutants.mutant import Mutant
-from grpo_lab.testing.mutants.worker import PATIENT, PatientTerm
+from grpo_lab.testing.mutants.worker import PATIENT, STAYING
 from grpo_lab.types import PauseMode, SyncId
 
 
@@ -392,6 +392,19 @@ class NeverActivates(RlState):
         await super().finish(label, sync, term)
 
 
+class ResumesInWordsOnly(EngineCore):
+    """A resume is acknowledged, and nothing is resumed.
+
+    Own case: the call reached a process in front of the engine.
+    Planted: from the second version on, resume returns at once.
+    Exposed by: any second sync. L2, S32.
+    """
+
+    async def resume(self, term: int = 0) -> None:
+        if self.identity.version < 2:
+            await super().resume(term)
+
+
 MUTANTS = (
     Mutant("M07", ("S2", "S4"), spaces.QUIET, ForgetsAsleep, {"core": ForgetsAsleep}),
     Mutant("M09", ("S17",), spaces.MANY_PREFIXES, StalePrefix, {"core": StalePrefix}),
@@ -423,5 +436,6 @@ MUTANTS = (
     Mutant("M52", ("S16",), spaces.QUIET, ModeIgnored, {"client": ModeIgnored}),
     Mutant("M56", ("S12",), spaces.DELAYED_TERM, ObeysTheDead, {"core": ObeysTheDead}),
     Mutant("M58-a", ("S14",), spaces.REPEATED_CALLS, AppliesAgain, {"rl": AppliesAgain}),
-    Mutant("M67", ("L1",), spaces.SLOW_TRAINER, NeverActivates, {"rl": NeverActivates, "term": PatientTerm}),
+    Mutant("M79", ("L2",), spaces.SLOW_TRAINER, ResumesInWordsOnly, {"core": ResumesInWordsOnly, **PATIENT}),
+    Mutant("M67", ("L1",), spaces.SLOW_TRAINER, NeverActivates, {"rl": NeverActivates, **STAYING}),
 )

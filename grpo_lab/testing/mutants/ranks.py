@@ -37,7 +37,7 @@ SYNCS = 2
 
 @dataclass(frozen=True, slots=True)
 class RankCase:
-    """``delays_s[rank]`` comes before each gather; rank ``failing`` (-1: none) fails once, in bucket ``at``."""
+    """``delays_s[rank]`` comes before each gather; rank ``failing`` (-1: none) fails in bucket ``at``."""
 
     size: int
     delays_s: tuple[float, ...]

@@ -7,9 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from grpo_lab.sim.scenario import BUCKET_CALL, CALL_FAULTS, TRAINER, Fault, Scenario
+from grpo_lab.sim.scenario import BUCKET_CALL, TRAINER, Fault, Scenario
 from grpo_lab.testing.mutants.clusters import Clusters, varied
-from grpo_lab.testing.strategies import faults
 
 BASE = Scenario(
     engines=2, steps=3, prompts_per_step=1, generations=2, max_inflight=8, checkpoint_every_steps=1
@@ -168,7 +167,7 @@ DYING_TRAINER = Clusters(
         **_work(
             steps=st.integers(3, 5),
             checkpoint_every_steps=st.integers(1, 2),
-            faults=_some(_fault(("crash_before", "crash_after"), _TRAINER_CALLS, (TRAINER,), (0.5,), 6), 1),
+            faults=_some(_fault(("crash_before", "crash_after"), _TRAINER_CALLS, (TRAINER,), (0.5,), 5), 1),
         ),
     ),
 )
@@ -179,10 +178,12 @@ DELAYED_TERM = Clusters(
     varied(
         BASE,
         **_work(
+            engines=st.just(1),
             steps=st.integers(3, 4),
+            step_s=st.sampled_from((2.0, 8.0)),
             faults=st.tuples(
-                _fault(("delay",), _TRAINER_CALLS, ENGINES[:1], (8.0, 25.0)),
-                _fault(("crash_after", "crash_before"), _TRAINER_CALLS, (TRAINER,), (0.5,), 6),
+                _fault(("delay",), ("pause", "start_update", "resume"), ENGINES[:1], (4.0, 8.0), 3),
+                _fault(("crash_before",), ("weight_info", *_TRAINER_CALLS), (TRAINER,), (0.5,), 5),
             ),
         ),
     ),
@@ -331,8 +332,3 @@ MANY_SYNCS = Clusters(
     ),
 )
 """Enough syncs for a detector that takes a mean."""
-
-ANYTHING = Clusters("everything", varied(BASE, **_work(engines=st.just(2), faults=faults(2))))
-"""Every fault of the simulation."""
-
-_ = CALL_FAULTS

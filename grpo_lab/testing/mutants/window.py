@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from grpo_lab.events import (
@@ -11,6 +10,7 @@ from grpo_lab.events import (
     BucketPacked,
     BucketReceived,
     CacheCleared,
+    EngineAcknowledged,
     Event,
     GatherBegan,
     GatherEnded,
@@ -32,6 +32,7 @@ _DETAIL: tuple[type[Event], ...] = (
     BucketPacked,
     BucketReceived,
     CacheCleared,
+    EngineAcknowledged,
     GatherBegan,
     GatherEnded,
     Heartbeat,
@@ -43,10 +44,10 @@ _DETAIL: tuple[type[Event], ...] = (
 
 
 def around(finding: Finding) -> list[Record]:
-    """From the first proof of the violation to its last: that, and all about what the last one is about.
+    """From the first proof of the violation to its last: that, and all that the last one is about.
 
-    A single proof begins with the sync, or term, in which it lies. What events are about is what they name: an
-    engine, a sample, a group, a checkpoint, a sync by its term and version. Work that is no decision of the
+    A single proof begins with the sync, or term, in which it lies. What events are about is what they name:
+    an engine, a sample, a group, a checkpoint, a sync by its term and version. Work that is no decision of the
     protocol (packing, steps, requests in an engine, heartbeats) is left out unless it is proof itself.
     """
     records = finding.records
@@ -57,7 +58,7 @@ def around(finding: Finding) -> list[Record]:
     first, last = places[0], places[-1]
     if first == last:
         first = next((at for at in range(first, -1, -1) if isinstance(records[at].event, _BEGIN)), 0)
-    subjects = set(_subjects(records[last].event))
+    subjects = _subjects(records[last].event)
     return [
         record
         for record in records[first : last + 1]
@@ -66,13 +67,16 @@ def around(finding: Finding) -> list[Record]:
     ]
 
 
-def _subjects(event: Event) -> Iterator[tuple[Any, ...]]:
+def _subjects(event: Event) -> set[tuple[Any, ...]]:
+    """What an event is about. One that names a sample, request or group is not about the engine as well."""
+    named: set[tuple[Any, ...]] = set()
     for field in dataclasses.fields(event):  # type: ignore[arg-type]
         value = getattr(event, field.name)
         if field.name in _NAMES and value:
-            yield (field.name, value)
+            named.add((field.name, value))
         elif field.name in ("samples", "groups") and isinstance(value, tuple):
-            yield from ((field.name[:-1], one) for one in value)
-    version = getattr(event, "version", None)
-    if version is not None and hasattr(event, "attempt"):
-        yield ("sync", getattr(event, "term", 0), version)
+            named.update((field.name[:-1], one) for one in value)
+    if hasattr(event, "version") and hasattr(event, "attempt"):
+        named.add(("sync", getattr(event, "term", 0), event.version))
+    small = {one for one in named if one[0] in ("sample", "request", "group")}
+    return small or named

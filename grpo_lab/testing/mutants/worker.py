@@ -301,9 +301,10 @@ class CompletedTwice(SampleRequester):
             super()._emit_completed(whole, group_id, term, duration_s)
 
 
-_PATIENT = {"term": PatientTerm, "worker_actor": PatientActor}
+STAYING = {"term": PatientTerm, "worker_actor": PatientActor}
+"""Nobody gives the run up because samples do not come."""
 PATIENT = {
-    **_PATIENT,
+    **STAYING,
     **with_requester(SampleRequester, group_timeout_s=80_000.0, request=RequestSettings(timeout_s=80_000.0)),
 }
 """Neither trainer nor worker ever gives up waiting."""
@@ -311,7 +312,7 @@ PATIENT = {
 BAD_REQUEST = Clusters("one bad request", spaces.QUIET.scenarios, environment={"client": RefusesOnePrompt})
 
 MUTANTS = (
-    Mutant("M05", ("L5", "L4"), spaces.QUIET, NoPlaceAtZero, {"worker": NoPlaceAtZero, **_PATIENT}),
+    Mutant("M05", ("L5", "L4"), spaces.QUIET, NoPlaceAtZero, {"worker": NoPlaceAtZero, **STAYING}),
     Mutant("M22-a", ("S4",), spaces.LONG_REQUESTS, StampedAtDispatch, with_requester(StampedAtDispatch)),
     Mutant("M23", ("S4",), spaces.LONG_REQUESTS, StampedAtCompletion, with_requester(StampedAtCompletion)),
     Mutant(
@@ -319,24 +320,24 @@ MUTANTS = (
         ("L5", "L1", "L6"),
         spaces.BUSY_ENGINE,
         FailureEndsTheData,
-        {"worker": FailureEndsTheData, **_PATIENT},
+        {"worker": FailureEndsTheData, **STAYING},
     ),
     Mutant(
         "M29-b",
         ("S20", "L6", "L8"),
         spaces.BUSY_ENGINE,
         LostWithoutAWord,
-        {"worker": LostWithoutAWord, **_PATIENT},
+        {"worker": LostWithoutAWord, **STAYING},
     ),
     Mutant(
-        "M30-b", ("S20", "L5"), spaces.BUSY_ENGINE, ReservationLeaks, {"worker": ReservationLeaks, **_PATIENT}
+        "M30-b", ("S20", "L5"), spaces.BUSY_ENGINE, ReservationLeaks, {"worker": ReservationLeaks, **STAYING}
     ),
     Mutant(
         "M37",
         ("L6",),
         BAD_REQUEST,
         RefusalRetriedForEver,
-        {**with_requester(RefusalRetriedForEver, group_timeout_s=3600.0), **_PATIENT},
+        {**with_requester(RefusalRetriedForEver, group_timeout_s=3600.0), **STAYING},
     ),
     Mutant("M33", ("L4",), spaces.SLOW_TRAINER, StalledLoop, {"worker": StalledLoop}),
     Mutant("M42", ("S28", "L4"), spaces.QUIET, DeclaredDeadWhileBusy, {"worker": DeclaredDeadWhileBusy}),
