@@ -45,8 +45,8 @@ class TokenBook:
     def apply_decodes(
         self,
         request: Request,
-        token_ids: list[int],
-        logprobs: list[float],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
         identity: WeightIdentity,
         step: int,
         now_s: float,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from grpo_lab.engine.policy import Policy, SyntheticPolicy
 from grpo_lab.engine.request import Request, Scheduled, StepOutput
+from grpo_lab.engine.runs import Runs
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -22,7 +23,10 @@ class DrawnPolicy(Policy, Protocol):
         """How many output tokens a request that has not ended will have, unless it is aborted."""
         ...
 
-    def draw(self, request: Request, count: int) -> tuple[list[int], list[float]]:
+    def begin(self, request: Request) -> None:
+        """``request`` has been taken in, and nothing of it computed."""
+
+    def draw(self, request: Request, count: int) -> tuple[Sequence[int], Sequence[float]]:
         """The next ``count`` tokens of ``request`` and their logprobs."""
         ...
 
@@ -66,11 +70,17 @@ class RepeatPolicy(SyntheticPolicy):
             return max(request.num_output_tokens + 1, request.sampling.min_tokens)
         return min(self._length(request), request.sampling.max_tokens)
 
-    def draw(self, request: Request, count: int) -> tuple[list[int], list[float]]:
-        tokens = [self._word(request)] * count
-        if request.num_output_tokens + count >= self._length(request):
-            tokens[-1] = self.vocab_size - 1
-        return tokens, [self._logprob] * count
+    def begin(self, request: Request) -> None:
+        """What it will say takes no more memory than it is worth."""
+        request.token_ids = cast("list[int]", Runs(request.prompt_token_ids))
+        request.logprobs = cast("list[float]", Runs())
+
+    def draw(self, request: Request, count: int) -> tuple[Sequence[int], Sequence[float]]:
+        ends = request.num_output_tokens + count >= self._length(request)
+        tokens = Runs.of(self._word(request), count - ends)
+        if ends:
+            tokens.append(self.vocab_size - 1)
+        return tokens, Runs.of(self._logprob, count)
 
     def _word(self, request: Request) -> int:
         return request.sample_key % (self.vocab_size - 1)

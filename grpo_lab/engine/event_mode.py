@@ -106,7 +106,7 @@ class EventCore(EngineCore):
             words = "one with final_tokens and draw, for event mode"
             raise ConfigError("policy", type(policy).__name__, words)
         super().__init__(policy, recorder, config, latency=latency, timing=timing)
-        self._model = timing
+        self._model, self._drawn = timing, policy
         self._cohort = Cohort(policy, self.scheduler, self._book)
         self._under_way: _UnderWay | None = None
 
@@ -123,7 +123,9 @@ class EventCore(EngineCore):
     ) -> Request:
         if stop_strings or top_logprobs or extras != NO_EXTRAS:
             raise BadRequest("event mode has no single tokens: what looks at them needs step mode")
-        return super().submit(prompt_token_ids, sampling, request_id, kind, term)
+        request = super().submit(prompt_token_ids, sampling, request_id, kind, term)
+        self._drawn.begin(request)
+        return request
 
     def interrupt(self) -> None:
         if self._under_way is not None:

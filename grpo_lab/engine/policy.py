@@ -112,8 +112,8 @@ class SyntheticPolicy:
 
     def outputs(self, request: Request, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Output tokens from ``start`` on and their logprobs, each [count], as ``step`` draws them."""
-        places = np.arange(start, start + count)
-        u = uniforms([request.sample_key] * count, places + request.num_prompt_tokens)
+        places, first = np.arange(start, start + count), request.num_prompt_tokens + start
+        u = uniforms([request.sample_key] * count, range(first, first + count))
         stop = np.where(places >= request.sampling.min_tokens, self._stop, 0.0)
         others = self.vocab_size - 1
         drawn = np.minimum(((u - stop) / (1 - stop) * others).astype(np.int64), others - 1)
@@ -122,7 +122,10 @@ class SyntheticPolicy:
             logprobs = np.where(ends, np.log(stop), np.log((1 - stop) / others))
         return np.where(ends, others, drawn), logprobs
 
-    def draw(self, request: Request, count: int) -> tuple[list[int], list[float]]:
+    def begin(self, request: Request) -> None:
+        """``request`` has been taken in, and nothing of it computed."""
+
+    def draw(self, request: Request, count: int) -> tuple[Sequence[int], Sequence[float]]:
         """The next ``count`` tokens of ``request`` and their logprobs."""
         tokens, logprobs = self.outputs(request, request.num_output_tokens, count)
         return tokens.tolist(), logprobs.tolist()

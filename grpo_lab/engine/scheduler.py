@@ -111,7 +111,8 @@ class Scheduler:
     ) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            cached, parent = self.pool.match(request.token_ids, version, request.extras.cache_salt)
+            words = request.token_ids if request.num_output_tokens else request.prompt_token_ids
+            cached, parent = self.pool.match(words, version, request.extras.cache_salt)
             start = len(cached) * BLOCK_TOKENS
             count = min(len(request.token_ids) - start, budget)
             needed = _blocks_for(start + count) - len(cached)
@@ -140,7 +141,9 @@ class Scheduler:
             return
         full = self.num_cacheable_blocks(request)
         for index in range(request.num_cached_blocks, full):
-            tokens = request.token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+            start, end = index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS
+            words = request.prompt_token_ids if end <= request.num_prompt_tokens else request.token_ids
+            tokens = words[start:end]
             request.parent_hash = self.pool.key(request.parent_hash, tokens, version)
             self.pool.remember(request.block_table[index], request.parent_hash, version)
         request.num_cached_blocks = max(full, request.num_cached_blocks)

@@ -121,7 +121,7 @@ class SimRow:
 def cases(quick: bool) -> Iterator[Case]:
     """Cluster sizes in event mode; batch sizes; the two modes beside each other; the checker on."""
     for engines in (1, 4, 16) if quick else (1, 4, 16, 64, 256):
-        yield Case(LONG, engines, SLOTS, "event", 2 if engines > SLOTS else 3)
+        yield Case(LONG, engines, SLOTS, "event", 1 if engines > SLOTS else 3)
     yield Case(LONG, 16, SLOTS, "event", 3, checked=True)
     yield Case(MEDIUM, 16, SLOTS, "event", 3)
     yield Case(SHORT, 16, SLOTS, "event", 3)

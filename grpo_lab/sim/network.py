@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from grpo_lab.engine.failures import BadRequest, NotInService, StaleTerm, UpdateError
 from grpo_lab.engine.request import Request
+from grpo_lab.engine.runs import frozen
 from grpo_lab.errors import (
     EngineError,
     EngineRefused,
@@ -334,8 +335,8 @@ def _completion(engine: str, request: Request) -> Completion:
     )
     return Completion(
         request.request_id,
-        tuple(request.output_token_ids),
-        tuple(request.logprobs),
+        frozen(request.output_token_ids),
+        frozen(request.logprobs),
         request.finish_reason or "abort",
         spans,
         engine,
