@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,10 @@ def owner(tmp_path_factory):
 def sync_numbers():
     """Versions never repeat on a server that several rows use."""
     return itertools.count(int(os.environ.get("CONFORMANCE_FIRST_VERSION", "1")))
+
+
+def pytest_runtest_logreport(report):
+    """With ``CONFORMANCE_PROGRESS`` set: what went wrong, as soon as it does."""
+    if report.failed and os.environ.get("CONFORMANCE_PROGRESS"):
+        lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        sys.stderr.write("\n".join([f"\n{report.nodeid} {report.duration:.1f} s", *lines[:12], ""]))

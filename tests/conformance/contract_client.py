@@ -53,7 +53,8 @@ class Generation:
             while not ready():
                 if self.ended and not ready():
                     raise AssertionError(
-                        f"ended ({self.status}, {self.finish_reason}, {len(self.token_ids)} tokens) before {what}"
+                        f"ended ({self.status}, {self.finish_reason}) after {len(self.token_ids)} tokens, "
+                        f"before {what}"
                     )
                 self._changed.clear()
                 await self._changed.wait()

@@ -1,4 +1,4 @@
-"""The three engines of the suite under one face: simulated in process (virtual time), simulated, real vLLM."""
+"""The three engines under one face: simulated in process (virtual time), simulated server, real vLLM."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ async def _over_http(kind: str, server: Server, model: Model, play: Play) -> Non
     recorder = ListRecorder("suite", asyncio.get_running_loop().time)
     transport = SharedMemoryTransport(recorder, accept_timeout_s=30, progress_timeout_s=30)
     trainer = StockTrainer()
-    limits = httpx.Limits(max_connections=None)
+    # No connection is used twice: vLLM closes them behind its 500s, which races with the next request.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         asyncio.timeout(ROW_S),
         httpx.AsyncClient(base_url=server.url, timeout=CALL_S, trust_env=False, limits=limits) as http,
@@ -75,9 +76,9 @@ async def _in_process(context: SimContext, profile: str, model: Model, play: Pla
     transport = InMemoryTransport(recorder, accept_timeout_s=30, progress_timeout_s=30)
     trainer = MemoryTrainer()
     core = EngineCore(
-        TorchPolicy(model.directory, max_model_len=MAX_MODEL_LEN),
+        TorchPolicy(model.directory, num_blocks=2048, max_model_len=MAX_MODEL_LEN),
         context.recorder("engine-0"),
-        EngineConfig(name="engine-0", max_num_seqs=MAX_NUM_SEQS),
+        EngineConfig(name="engine-0", max_num_seqs=MAX_NUM_SEQS, prefix_policy="shared"),
         latency=lambda plan: 0.004 + 1e-4 * len(plan.scheduled) + 1e-5 * plan.prefill_tokens,
     )
     app = create_app(

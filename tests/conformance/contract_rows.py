@@ -1,6 +1,6 @@
 """The contract as data: the rows of ``contract.toml`` and the known differences of ``differences.toml``.
 
-A row is a list of steps (see ``contract_steps``). A row that is a single call may give the call's keys itself.
+A row is a list of steps (see ``contract_steps``). If it begins with a call, the row may give its keys itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Row:
     Attributes:
         id: its name in reports.
         section: the part of the contract that it belongs to.
-        server: which server it needs: ``main`` (our weight transfer), ``bare`` (RL routes, no weight transfer),
+        server: which server it needs: ``main`` (our weight transfer), ``bare`` (RL routes without one),
             ``keyed`` (no RL routes, an API key), ``stock`` (a weight transfer like vLLM's own), ``doomed``
             (the same, and it dies).
         dirty: it leaves other weights, or a session, behind.

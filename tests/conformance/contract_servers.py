@@ -1,4 +1,4 @@
-"""Server processes of the suite: ``grpo-lab serve`` and a real vLLM. Started when first needed, always stopped."""
+"""Server processes of the suite, ``grpo-lab serve`` and a real vLLM: started when needed, always stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOCK_PLUGIN = Path(__file__).parent / "stock_plugin"
 START_S = float(os.environ.get("CONFORMANCE_START_S", "240"))
 API_KEY = "a-key-of-the-conformance-suite"
 MAX_NUM_SEQS = 32
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 4096
 
 
 @dataclass
@@ -69,11 +69,7 @@ def vllm_command(model: Path, port: int, profile: str, more: Sequence[str] = ())
         "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--dtype", "float32",
         "--kv-cache-memory-bytes", str(64 << 20), "--enable-scale-out",
     ]  # fmt: skip
-    backend = {"main": "lab_shm", "stock": "gloo_packed", "doomed": "gloo_packed"}.get(profile)
-    if backend:
-        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    if profile == "keyed":
-        command += ["--api-key", API_KEY]
+    command += _profile_words(profile)
     return [*command, *more]
 
 
@@ -84,6 +80,8 @@ def vllm_environment(profile: str) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two servers would bind themselves to the same core
+        "GRPO_LAB_PARENT_PID": str(os.getpid()),  # it ends when the suite does, whatever happened
         "PYTHONPATH": f"{STOCK_PLUGIN}{os.pathsep}{REPOSITORY}",
     }
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -94,17 +92,20 @@ def vllm_environment(profile: str) -> dict[str, str]:
 
 
 def simulated_command(model: Path, port: int, profile: str, more: Sequence[str] = ()) -> list[str]:
+    """The same words as vLLM's where it has them."""
     command = [
-        sys.executable, "-m", "grpo_lab.cli.serve", str(model), "--port", str(port),
+        sys.executable, "-m", "grpo_lab.cli.serve", str(model), "--faithful", "--port", str(port),
         "--served-model-name", "m", "--max-num-seqs", str(MAX_NUM_SEQS),
-        "--max-model-len", str(MAX_MODEL_LEN), "--parent-pid", str(os.getpid()),
+        "--max-model-len", str(MAX_MODEL_LEN), "--enable-scale-out", "--parent-pid", str(os.getpid()), *_profile_words(profile),
     ]  # fmt: skip
-    command += ["--faithful", "--enable-scale-out"]
+    return [*command, *more]
+
+
+def _profile_words(profile: str) -> list[str]:
     backend = {"main": "lab_shm", "stock": "gloo_packed", "doomed": "gloo_packed"}.get(profile)
     if backend:
-        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    command += ["--api-key", API_KEY] if profile == "keyed" else ["--rl-routes"]
-    return [*command, *more]
+        return ["--weight-transfer-config", json.dumps({"backend": backend})]
+    return ["--api-key", API_KEY] if profile == "keyed" else []
 
 
 def start(command: Sequence[str], environment: dict[str, str], port: int, log: Path) -> Server:
@@ -139,7 +140,7 @@ def free_port() -> int:
 
 
 def attached() -> dict[tuple[str, str], str]:
-    """Servers that run already: ``CONFORMANCE_ATTACH=vllm-main=http://127.0.0.1:8000``, several with commas."""
+    """Servers that run already: ``CONFORMANCE_ATTACH=vllm-main=http://127.0.0.1:8000,...``."""
     pairs = filter(None, os.environ.get("CONFORMANCE_ATTACH", "").split(","))
     split = (pair.split("=", 1) for pair in pairs)
     return {tuple(name.rsplit("-", 1)): url for name, url in split}  # type: ignore[misc]
@@ -187,7 +188,8 @@ class Servers:
         if kind == "vllm":
             server = start(vllm_command(model, port, profile), vllm_environment(profile), port, log)
         else:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            dev_mode = {} if profile == "keyed" else {"VLLM_SERVER_DEV_MODE": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **dev_mode}
             server = start(simulated_command(model, port, profile), environment, port, log)
         self.starts_s.append((f"{kind} {profile}", time.monotonic() - began_s))
         return server

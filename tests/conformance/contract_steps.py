@@ -1,30 +1,22 @@
 """Plays a row: each step is a mapping whose first known key says what is done, the others what is expected.
 
-==============  ==================================================================================================
-step            does, and checks
-==============  ==================================================================================================
-call            "METHOD /path": ``json`` or ``raw`` body, ``headers``; checks ``status`` (200), ``body`` (exact
-                JSON), ``has`` (a part of it), ``message`` (a pattern, in the error's text), ``text`` (a pattern,
-                in the body), ``absent`` (a pattern that must not be there). ``as`` sends it in the background.
-returned        waits for a background call, with the same checks;  ``pending``: it has not returned
-generate        begins a generation by name: ``route``, ``stream``, ``tokens``, ``prompt``, ``json``, ``id``
-tokens          waits until a stream has ``at_least`` tokens
-frozen          no token comes for ``for_s``;  ``unanswered``: not even a status;  ``headed``: a status, no data
-ended           waits for the end: ``status``, ``finish_reason``, ``count``, ``below``, ``at_least``, ``usage``,
-                ``done``, ``has``, ``message``, ``error_event``, ``last_chunk``, ``weight_versions``
-gone            cancels a generation, as a client that hangs up
-same            the generations have the same tokens;  ``differ``: they have not
-requests        waits until /metrics shows ``running`` and ``waiting`` requests
-metric          the rise of a counter since ``mark`` is ``rises``
-join, send      hands out the init info (``fault``), sends a set of weights (``weights``, ``fault``), checks ``status``
-stock_join      joins in vLLM's own form;  ``stock``: an update in it, ``change`` says how it is spoiled
-sync            a whole good update to a set: start, send, finish (``label``)
-serves          the engine's logprobs are those of the set of weights (or of ``other``: of none)
-stays           a generation's logprobs are those of a set; ``from_frozen``: of the tokens after it was frozen
-version         /weight_info says so
-checksums       keeps them under a name;  ``checksums_equal`` / ``checksums_differ``: compares two
-dead            health is 503 within a bound;  ``exits``: the process ends with this code
-==============  ==================================================================================================
+Calls
+    call: "METHOD /path" with ``json`` or ``raw``, ``headers``; see ``contract_checks.check``. ``as`` sends
+    it in the background; returned: waits for it, with the same checks; pending: it has not returned.
+Generations, by name
+    generate: begins one (``route``, ``stream``, ``tokens``, ``prompt``, ``json``, ``id``).
+    tokens: waits until it has ``at_least`` tokens. frozen: none comes for ``for_s``. unanswered: not even a
+    status. headed: a status, no data. gone: hangs up. ended: waits for the end, checked by
+    ``contract_checks.check_end``. same: they have the same tokens.
+Metrics
+    requests: waits until so many are ``running`` and ``waiting``. mark, metric: what a counter ``rises`` by.
+Weights
+    join, send: our transfer, with a ``fault``. sync: a whole good update (``label``). stock_join, stock: in
+    vLLM's own form, ``change`` says how it is spoiled. serves: the engine's logprobs are those of the set
+    ("other": of none). stays: so are a generation's (``from_frozen``: of the tokens after it was frozen).
+    version: what /weight_info says. checksums, checksums_equal, checksums_differ.
+Ends
+    dead: health is 503 within a bound. exits: the process ends with this code. sleep: seconds.
 """
 
 from __future__ import annotations
@@ -36,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 import httpx
+from contract_checks import check, check_end
 from contract_client import WAIT_S, Generation, generation_body
 from contract_engines import Target
 from contract_rows import Row
@@ -47,7 +40,9 @@ from grpo_lab.types import SyncId
 
 Step = Mapping[str, Any]
 POLL_S = 0.05
-PROMPTS = {"$long": 1020, "$too_long": 1030, "$prefix": 140}
+# A generation that goes on for a while, or for longer than anybody waits; short ones do in virtual time.
+LENGTHS = {"sim": {"long": 150, "endless": 400}, "real": {"long": 1500, "endless": 3500}}
+PROMPTS = {"$long": 4092, "$too_long": 4100, "$prefix": 140}
 _EXPECTED = ("status", "body", "has", "message", "text", "absent")
 
 
@@ -56,6 +51,7 @@ class Player:
 
     def __init__(self, target: Target, numbers: Iterator[int]) -> None:
         self.target = target
+        self._lengths = LENGTHS["sim" if target.kind == "sim" else "real"]
         self.http = target.http
         self.generations: dict[str, Generation] = {}
         self._calls: dict[str, asyncio.Task[httpx.Response]] = {}
@@ -67,7 +63,8 @@ class Player:
         self._joined = False
 
     async def play(self, row: Row) -> None:
-        for number, step in enumerate(row.steps, 1):
+        for number, written in enumerate(row.steps, 1):
+            step = {key: self._length(key, value) for key, value in written.items()}
             name = next(key for key in step if key in _ACTIONS)
             try:
                 await _ACTIONS[name](self, step)
@@ -76,6 +73,9 @@ class Player:
             except Exception as error:
                 error.add_note(f"{row.id}, step {number} {dict(step)}")
                 raise
+
+    def _length(self, key: str, value: Any) -> Any:
+        return self._lengths.get(value, value) if key in ("tokens", "count", "below") else value
 
     async def restore(self) -> None:
         """Brings a server that other rows use back to w0: nothing in flight, no session, not paused."""
@@ -174,14 +174,15 @@ class Player:
         await generation.wait_until(lambda: len(generation.token_ids) >= least, f"{least} tokens")
 
     async def _frozen(self, step: Step) -> None:
+        """What was on its way when the pause was answered may still come in; then nothing for ``for_s``."""
         generation = self.generations[step["frozen"]]
-        await asyncio.sleep(step.get("settle_s", 0.5))  # what was on its way when the call returned
-        before = len(generation.token_ids)
-        await asyncio.sleep(step.get("for_s", 0.5))
-        after = len(generation.token_ids)
-        assert before == after, f"{after - before} tokens came"
-        assert not generation.ended, f"it ended: {generation.finish_reason}"
-        self._frozen_at[step["frozen"]] = after
+        before = -1
+        async with asyncio.timeout(WAIT_S):
+            while before != len(generation.token_ids):
+                before = len(generation.token_ids)
+                await asyncio.sleep(step.get("for_s", 0.5))
+        assert not generation.ended, f"it ended: {generation.finish_reason} after {before} tokens"
+        self._frozen_at[step["frozen"]] = before
 
     async def _unanswered(self, step: Step) -> None:
         generation = self.generations[step["unanswered"]]
@@ -204,7 +205,7 @@ class Player:
     async def _ended(self, step: Step) -> None:
         generation = self.generations[step["ended"]]
         await generation.wait_ended()
-        _check_end(step, generation, str(self._last))
+        check_end(step, generation, str(self._last))
 
     async def _same(self, step: Step) -> None:
         first, *others = (self.generations[name].token_ids for name in step["same"])
@@ -238,7 +239,8 @@ class Player:
         info = {**self.target.transport.init_info("engine-0"), **step.get("info", {})}
         fault = step.get("fault", "")
         if fault == "renamed":
-            info["plan"] = _renamed(info["plan"])
+            plan = self.target.model.renamed_plan()
+            info.update(plan=plan.to_json(), plan_digest=plan.digest())
         elif fault == "unknown field":
             info["bogus"] = 1
         response = await self.http.post("/init_weight_transfer_engine", json={"init_info": info})
@@ -388,102 +390,6 @@ _ACTIONS: dict[str, Callable[[Player, Step], Awaitable[None]]] = {
 }
 
 
-def check(step: Step, response: httpx.Response) -> None:
-    """The answer is what the step expects."""
-    text = response.text
-    assert response.status_code == step.get("status", 200), f"{response.status_code}: {text[:600]}"
-    if "body" in step:
-        found = response.json() if text else ""
-        assert found == _nulls(step["body"]), f"{text[:800]}\nis not\n{json.dumps(step['body'])}"
-    if "has" in step:
-        problem = lacks(response.json(), step["has"])
-        assert not problem, f"{problem}\nin {text[:800]}"
-    if "message" in step:
-        error = response.json().get("error", {})
-        words = error if isinstance(error, str) else error.get("message", "")
-        assert re.search(step["message"], words), f"{words!r} does not match {step['message']!r}"
-    if "text" in step:
-        assert re.search(step["text"], text, re.MULTILINE), f"{text[:1500]!r} has no {step['text']!r}"
-    if "absent" in step:
-        assert not re.search(step["absent"], text), f"{text[:800]!r} has {step['absent']!r}"
-
-
-def _nulls(wanted: Any) -> Any:
-    """TOML has no null: a table says "null" for it."""
-    if isinstance(wanted, dict):
-        return {key: _nulls(value) for key, value in wanted.items()}
-    return None if wanted == "null" else wanted
-
-
-def lacks(found: Any, wanted: Any, where: str = "body") -> str:
-    """What of ``wanted`` is not in ``found``; objects may have more fields. A string "~x" is a pattern, "*" anything."""
-    if isinstance(wanted, dict):
-        if not isinstance(found, dict):
-            return f"{where} is {found!r}, not an object"
-        for key, value in wanted.items():
-            if key not in found:
-                return f"{where}.{key} is missing"
-            if problem := lacks(found[key], value, f"{where}.{key}"):
-                return problem
-        return ""
-    if isinstance(wanted, list):
-        if not isinstance(found, list) or len(found) != len(wanted):
-            return f"{where} is {found!r}, not a list of {len(wanted)}"
-        problems = (lacks(*pair, f"{where}[{i}]") for i, pair in enumerate(zip(found, wanted, strict=True)))
-        return next(filter(None, problems), "")
-    if wanted == "*":
-        return ""
-    if wanted == "null":
-        return "" if found is None else f"{where} is {found!r}, not null"
-    if isinstance(wanted, str) and wanted.startswith("~"):
-        return "" if re.search(wanted[1:], str(found)) else f"{where} is {found!r}, not like {wanted[1:]!r}"
-    same = type(found) is type(wanted) and found == wanted
-    return "" if same else f"{where} is {found!r}, not {wanted!r}"
-
-
-def _check_end(step: Step, generation: Generation, sync: str) -> None:
-    count = len(generation.token_ids)
-    assert generation.status == step.get("status", 200), f"{generation.status}: {generation.text[:500]}"
-    if "finish_reason" in step:
-        wanted = None if step["finish_reason"] == "none" else step["finish_reason"]
-        assert generation.finish_reason == wanted, f"finish_reason {generation.finish_reason}, {count} tokens"
-    if "count" in step:
-        assert count == step["count"], f"{count} tokens"
-    if "below" in step:
-        assert step.get("at_least", 0) <= count < step["below"], f"{count} tokens"
-    if generation.route != "chat" and not step.get("error_event") and generation.status == 200:
-        assert len(generation.logprobs) in (count, 0), f"{len(generation.logprobs)} logprobs, {count} tokens"
-    if step.get("usage"):
-        assert generation.usage is not None, "no usage"
-        assert generation.usage["completion_tokens"] == count, f"{generation.usage} for {count} tokens"
-    if "done" in step:
-        assert generation.done_seen == step["done"], f"[DONE] seen: {generation.done_seen}"
-    if "has" in step:
-        problem = lacks(generation.body, step["has"])
-        assert not problem, f"{problem} in {generation.text[:800]}"
-    for key, index in (("first_chunk", 0), ("last_chunk", -1)):
-        if key in step:
-            problem = lacks(generation.chunks[index], step[key])
-            assert not problem, f"{problem} in {generation.chunks[index]}"
-    if "chunks" in step:
-        assert len(generation.chunks) == step["chunks"], (
-            f"{len(generation.chunks)} data events: {generation.chunks[:3]}"
-        )
-    if "message" in step:
-        assert re.search(step["message"], generation.text), generation.text[:500]
-    if "error_event" in step:
-        assert generation.errors, f"no error event among {len(generation.chunks)}"
-        assert re.search(step["error_event"], str(generation.errors)), generation.errors
-    if "weight_versions" in step:
-        found = [span["version"] for span in generation.weight_versions]
-        wanted = [name.replace("$sync", sync) for name in step["weight_versions"]]
-        assert not lacks(found, wanted), f"{generation.weight_versions}"
-        edges = [(span["start"], span["end"]) for span in generation.weight_versions]
-        assert edges[0][0] == 0, edges
-        assert edges[-1][1] == count, edges
-        assert all(left[1] == right[0] for left, right in zip(edges, edges[1:], strict=False)), edges
-
-
 async def _until(call: asyncio.Task[Any]) -> AsyncIterator[None]:
     """Yields when the call has returned: a sender that hangs for as long as the engine waits for it."""
     await asyncio.wait({call})
@@ -495,10 +401,6 @@ def _gap(ours: list[float], theirs: list[float], start: int) -> float:
     pairs = list(zip(ours, theirs, strict=True))[start:]
     assert pairs, f"no token from {start} on"
     return max(abs(left - right) if right is not None else 1e9 for left, right in pairs)
-
-
-def _renamed(plan: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(plan).replace("model.norm.weight", "model.bogus.weight"))
 
 
 def _metric(text: str, name: str) -> float:

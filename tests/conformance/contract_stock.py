@@ -18,7 +18,7 @@ GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.we
 NORM = "model.layers.1.input_layernorm.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
-BUFFER_BYTES = 64 << 10
+BUFFER_BYTES = 1 << 20  # the whole model: nothing is left to send when the engine gives up
 TIMEOUT_S = 20.0
 UNSENT = (
     "nothing",
@@ -30,22 +30,26 @@ UNSENT = (
 
 
 class StockTrainer:
-    """Rank 0 of a broadcast group. ``prepare`` opens it, ``join`` waits for the engine, ``send`` broadcasts."""
+    """Rank 0 of a group: ``prepare`` opens it, ``join`` waits for the engine, ``send`` broadcasts."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._prefix = ""
+        self._buffer_bytes, self._timeout = BUFFER_BYTES, timedelta(seconds=TIMEOUT_S)
 
     async def prepare(self, **changes: Any) -> dict[str, Any]:
         """The init info. A store of its own each time, as a trainer that starts again has."""
         self._group = None
+        self._buffer_bytes = changes.get("packed_buffer_size_bytes", BUFFER_BYTES)
+        self._timeout = timedelta(seconds=changes.get("timeout_s", TIMEOUT_S))
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         self._prefix = secrets.token_hex(8)
-        timeout = timedelta(seconds=TIMEOUT_S)
-        self._store = TCPStore("127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
         return {
             "master_address": "127.0.0.1",
             "master_port": port,
@@ -63,7 +67,7 @@ class StockTrainer:
 
     def _form(self) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=TIMEOUT_S)
+        options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         assert self._store is not None
         return ProcessGroupGloo(PrefixStore(self._prefix, self._store), 0, 2, options)
@@ -74,11 +78,11 @@ class StockTrainer:
     def _broadcast(self, wire: Wire) -> None:
         group = self._group  # a send that goes on must not find itself in the next group
         assert group is not None
-        for part in cut([tensor for _, _, tensor in wire], BUFFER_BYTES):
+        for part in cut([tensor for _, _, tensor in wire], self._buffer_bytes):
             buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in part])
             options = BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
-            options.timeout = timedelta(seconds=TIMEOUT_S)
+            options.timeout = self._timeout
             try:
                 group.broadcast([buffer], options).wait()
             except RuntimeError:  # the engine has given up: its answer says why
@@ -98,8 +102,9 @@ class MemoryTrainer(StockTrainer):
     async def prepare(self, **changes: Any) -> dict[str, Any]:
         self._sent = asyncio.Queue()
         return {
-            "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "packed": True,
-            "packed_buffer_size_bytes": BUFFER_BYTES, "timeout_s": TIMEOUT_S, "group": "g", **changes,
+            "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+            "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES, "timeout_s": TIMEOUT_S,
+            "group": "g", **changes,
         }  # fmt: skip
 
     async def join(self) -> None:

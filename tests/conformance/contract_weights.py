@@ -1,4 +1,4 @@
-"""Three sets of weights of one tiny model, what each says of a fixed prompt, and senders that can do wrong."""
+"""Three sets of weights of one tiny model, what each says of a sequence, and a sender that can do wrong."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from grpo_lab.types import Bucket
 SETS = ("w0", "w1", "w2")  # w0 lies on disk: what a server begins with
 PROMPT = (5, 7, 9, 11)
 CANARY_TOKENS = 12
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 4096
 BUCKET_BYTES = 64 << 10
-TOLERANCE = 2e-3
+TOLERANCE = 2e-4
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,14 @@ class Model:
 
     def plan(self, name: str = "w0") -> BucketPlan:
         return BucketPlan.build(self.tensors(name), bucket_bytes=BUCKET_BYTES)
+
+    def renamed_plan(self) -> BucketPlan:
+        """The plan of a model that has another name for one parameter, and is the same otherwise."""
+        tensors = {
+            name.replace("model.norm.weight", "model.bogus.weight"): tensor
+            for name, tensor in self.tensors("w0").items()
+        }
+        return BucketPlan.build(tensors, bucket_bytes=BUCKET_BYTES)
 
 
 FAULTS = ("", "corrupt", "ends_early", "silent")

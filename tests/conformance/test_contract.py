@@ -14,6 +14,14 @@ DIFFERENCES = {(item.row, kind): item for item in read_differences() for kind in
 CASES = [(kind, row) for kind in wanted_kinds() for row in ROWS if kind in row.only]
 
 
+async def clean_up(player, row):
+    """A server that is in this process is new for each row; the others serve the next one."""
+    if row.server == "main":
+        await (player.restore() if row.dirty else player.settle())
+    elif row.server == "stock":
+        await (player.restore_stock() if row.dirty else player.settle())
+
+
 def play(kind, row, model, owner, numbers):
     async def on(target):
         player = Player(target, numbers)
@@ -21,10 +29,8 @@ def play(kind, row, model, owner, numbers):
             await player.play(row)
         finally:
             await player.close()
-            if row.server in ("main", "stock") and kind != "sim":
-                await (
-                    player.restore() if row.server == "main" else player.restore_stock()
-                ) if row.dirty else player.settle()
+            if kind != "sim":
+                await clean_up(player, row)
 
     run_row(kind, row.server, model, owner, on)
 

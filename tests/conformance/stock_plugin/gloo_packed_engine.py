@@ -1,9 +1,9 @@
 """A weight transfer inside vLLM with the wire format and the life cycle of its own backends, over gloo.
 
 vLLM's backends need a GPU. This one does on a CPU what its NCCL engine does: names, dtypes and shapes are
-announced; the trainer broadcasts, packed into buffers or tensor by tensor; each tensor goes to ``load_weights``
-within a layerwise reload. The suite calls it "stock". It is found through its directory on PYTHONPATH; nothing is
-installed.
+announced; the trainer broadcasts, packed into buffers or tensor by tensor; each tensor goes to
+``load_weights`` within a layerwise reload. The suite calls it "stock". It is found through its directory on
+PYTHONPATH; nothing is installed.
 """
 
 from __future__ import annotations
