@@ -289,5 +289,5 @@ def test_a_run_that_dies_takes_its_server_along(model, tmp_path):
 
 
 def _short(words: str) -> str:
-    line = words.partition("\n")[0]
+    line = words.partition("\n")[0].rpartition("Lost: ")[2]
     return line if len(line) <= 90 else line[:87] + "..."

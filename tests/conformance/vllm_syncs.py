@@ -65,7 +65,7 @@ class TrippingEngine(VllmHttpEngine):
     async def resume(self, term):
         await super().resume(term)
         self.resumes = getattr(self, "resumes", 0) + 1
-        if self.resumes > 1:  # the first is the probation's
+        if self.resumes % 2 == 0:  # the first of each sync is the probation's
             self.trip("resume")
 
 
