@@ -1,5 +1,6 @@
 """Whole clusters in virtual time: they reach their end, are the same every time, and are really checked."""
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -102,3 +103,30 @@ def test_a_violation_is_one_plain_exception_and_ends_the_trace():
     assert error.__context__ is None
     assert error.__cause__ is None
     assert error.event_ids[-1] == records[-1].id
+
+
+class GivesUpAfterARestart(Coordinator):
+    async def _transfer(self):
+        return self._sync.term == 1 and await super()._transfer()
+
+
+class WaitsAfterARestart(Coordinator):
+    async def resume(self):
+        if self._sync.term > 1:
+            await asyncio.sleep(5_000)
+        return await super().resume()
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "rules"),
+    [
+        (GivesUpAfterARestart, {"convergence"}),
+        (WaitsAfterARestart, {"convergence", "L1", "L2", "L3", "L5"}),  # whichever runs out first
+    ],
+)
+def test_who_does_not_converge_when_faults_have_stopped_is_found(coordinator, rules):
+    fault = Fault("crash_before", "trainer", "pause", 3)
+    with pytest.raises(InvariantViolation) as raised:
+        simulate(dataclasses.replace(BUSY, faults=(fault,)), coordinator=coordinator)
+    assert raised.value.rule in rules
+    assert simulate(dataclasses.replace(BUSY, faults=(fault,))).value.optimizer_steps == BUSY.steps
