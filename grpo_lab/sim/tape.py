@@ -17,6 +17,7 @@ from typing import Any
 from grpo_lab.errors import TraceError
 
 _LARGEST = 1 << 30
+_SHOWN = 300  # choices of a repr
 
 
 class Tape:
@@ -97,6 +98,8 @@ class Tape:
         return cls(choices)
 
     def __repr__(self) -> str:
+        if len(self.choices) > _SHOWN:
+            return f"<{type(self).__name__} of {len(self.choices)} choices>"
         return f"{type(self).__name__}({list(self.choices)!r})"
 
 

@@ -1,7 +1,9 @@
 """All schedules of small scopes: no rule is broken, every transition of the coordinator is taken."""
 
+import json
+
 import pytest
-from planted_scopes import LeavesTheTable
+from planted_scopes import LeavesTheTable, ReadsBesideTheWrite
 
 from grpo_lab.cli import fuzz_exhaustive
 from grpo_lab.cli.main import main
@@ -106,6 +108,35 @@ def test_a_planted_bug_is_found_saved_and_replayed(tmp_path, capsys, monkeypatch
     assert f"{case.rule} at event {case.event}" in said
     assert "exactly as in the file" in said
     assert "<html" in page.read_text()
+
+
+def test_a_race_that_first_in_first_out_never_shows_is_found_saved_and_replayed(
+    tmp_path, capsys, monkeypatch
+):
+    name = "planted_scopes:ReadsBesideTheWrite"
+    racing = Parts(coordinator=ReadsBesideTheWrite)
+    assert explore_scopes([Scope(), Scope(2)], depth=0, parts=racing).failures == []
+
+    monkeypatch.setattr(fuzz_exhaustive, "CASES", {"few": lambda: [Scope()]})
+    words = ["fuzz", "--exhaustive", "--depth", "4", "--cases", "few"]
+    assert main([*words, "--out", str(tmp_path), "--coordinator", name]) == 1
+    (path,) = tmp_path.glob("*.json")
+    case = load_case(path)
+    assert case.rule == "S1"
+    assert sum(1 for choice in case.failure.tape.choices if choice) <= 3
+    capsys.readouterr()
+
+    traces = []
+    for number in range(2):
+        trace = tmp_path / f"{number}.jsonl"
+        assert main(["replay", str(path), "--html", str(tmp_path / "page.html"), "--trace", str(trace)]) == 1
+        assert "exactly as in the file" in capsys.readouterr().out
+        traces.append(trace.read_bytes())
+    assert traces[0] == traces[1]
+    assert "<html" in (tmp_path / "page.html").read_text()
+    in_order = json.loads(path.read_text()) | {"tape": {"choices": []}}
+    path.write_text(json.dumps(in_order))
+    assert main(["replay", str(path)]) == 0
 
 
 def test_scopes_are_validated():
