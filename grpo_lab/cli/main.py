@@ -57,6 +57,9 @@ COMMANDS = {
     "mutants": Command("plant faults of the field: is each caught?", "grpo_lab.cli.mutants", "mutants"),
     "replay": Command("run a failure that fuzz found again", "grpo_lab.cli.replay", "replay"),
     "serve": Command("serve a model like a vLLM server, simulated", "grpo_lab.cli.serve", "serve"),
+    "record": Command(
+        "measure a server under steady loads, fit the step latency", "grpo_lab.cli.record", "record"
+    ),
     "bench": Command("measure on this machine: bench pack, bench sync", "grpo_lab.cli.bench"),
     "sweep": Command("run an experiment's grid and draw its figures", "grpo_lab.cli.sweep", "sweep"),
     "doctor": Command("say what this machine can do and what is missing", "grpo_lab.cli.doctor", "doctor"),

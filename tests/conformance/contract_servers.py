@@ -96,7 +96,8 @@ def simulated_command(model: Path, port: int, profile: str, more: Sequence[str] 
     command = [
         sys.executable, "-m", "grpo_lab.cli.serve", str(model), "--faithful", "--port", str(port),
         "--served-model-name", "m", "--max-num-seqs", str(MAX_NUM_SEQS),
-        "--max-model-len", str(MAX_MODEL_LEN), "--enable-scale-out", "--parent-pid", str(os.getpid()), *_profile_words(profile),
+        "--max-model-len", str(MAX_MODEL_LEN), "--enable-scale-out",
+        "--parent-pid", str(os.getpid()), *_profile_words(profile),
     ]  # fmt: skip
     return [*command, *more]
 

@@ -1,0 +1,126 @@
+"""Steady load on a server, and what it answers: throughput from outside, times from its own /metrics.
+
+The same driver measures a real vLLM, ``grpo-lab serve``, and a simulated engine in virtual time: it reads the
+running loop's clock and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+
+import httpx
+
+from grpo_lab.errors import ConfigError, EngineRefused
+
+_TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``requests`` requests of one shape, ``concurrency`` of them always in flight.
+
+    Attributes:
+        prompt_tokens: of each; all prompts differ, so that no prefix cache helps.
+        completion_tokens: of each, exactly.
+    """
+
+    concurrency: int
+    requests: int
+    prompt_tokens: int = 16
+    completion_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "requests", "prompt_tokens", "completion_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "at least 1")
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """KV entries of a sequence at one of its decode steps, on average."""
+        return self.prompt_tokens + (self.completion_tokens - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a load saw. Times are means over requests; None where the server has no such metric."""
+
+    concurrency: int
+    prompt_tokens: int
+    completion_tokens: int
+    requests: int
+    seconds: float
+    tokens_per_s: float
+    requests_per_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+async def apply(http: httpx.AsyncClient, model: str, load: Load, vocabulary: int = 20) -> Measured:
+    """Runs the load to its end.
+
+    Raises:
+        EngineRefused: an answer other than 200, or with another number of tokens.
+    """
+    before = await _times(http)
+    clock = asyncio.get_running_loop().time
+    numbers = iter(range(load.requests))
+
+    async def client() -> None:
+        for number in numbers:
+            await _one(http, model, load, number, vocabulary)
+
+    began_s = clock()
+    await asyncio.gather(*(client() for _ in range(min(load.concurrency, load.requests))))
+    seconds = clock() - began_s
+    after = await _times(http)
+    return Measured(
+        load.concurrency,
+        load.prompt_tokens,
+        load.completion_tokens,
+        load.requests,
+        seconds,
+        load.requests * load.completion_tokens / seconds,
+        load.requests / seconds,
+        _mean(before, after, _TTFT),
+        _mean(before, after, _ITL),
+    )
+
+
+async def _one(http: httpx.AsyncClient, model: str, load: Load, number: int, vocabulary: int) -> None:
+    # The number's digits come first, so that no two prompts share a block; ids 0 to 2 are special.
+    base = vocabulary - 3
+    prompt = [3 + number // base**digit % base for digit in range(load.prompt_tokens)]
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": load.completion_tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": number,
+    }
+    response = await http.post("/v1/completions", json=body)
+    if response.status_code != 200:
+        raise EngineRefused(f"request {number}: {response.text[:300]}", response.status_code, response.text)
+    tokens = response.json()["usage"]["completion_tokens"]
+    if tokens != load.completion_tokens:
+        raise EngineRefused(f"request {number}: {tokens} tokens, not {load.completion_tokens}", 200, "")
+
+
+async def _times(http: httpx.AsyncClient) -> dict[str, float]:
+    """Sums and counts of the two histograms."""
+    text = (await http.get("/metrics")).text
+    rows = re.findall(rf"^vllm:({_TTFT}|{_ITL})_(sum|count)(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    found: dict[str, float] = {}
+    for name, part, value in rows:
+        key = f"{name}_{part}"
+        found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+def _mean(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+    count = after.get(f"{name}_count", 0.0) - before.get(f"{name}_count", 0.0)
+    if count <= 0:
+        return None
+    return (after[f"{name}_sum"] - before.get(f"{name}_sum", 0.0)) / count
