@@ -115,12 +115,7 @@ class _Tally:
         in_window = [step for t, step in self.steps if began_s < t <= ended_s]
         busy_s = sum(step.duration_s for step in in_window)
         sequence_s = sum(step.duration_s * step.sequences for step in in_window)
-        everything = sum(
-            self.tokens_of.get(sample, 0)
-            for step in self.consumed
-            for group in step
-            for sample in group.samples
-        )
+        trained_on = [sample for step in self.consumed for group in step for sample in group.samples]
         decoded = sum(step.decode_tokens for _, step in self.steps)
         dropped = sum(self.dropped_tokens.values())
         totals = [sync.phases_s.get("total", 0.0) for sync in self.syncs]
