@@ -56,7 +56,10 @@ class LatencyModel:
         """
         same_s = self.base_s + self.prefill_token_s * plan.prefill_tokens + self.sequence_s * plan.sequences
         context_tokens = plan.context_tokens + plan.sequences * np.arange(count)
-        return (same_s + self.context_token_s * context_tokens) * self._factors(first_step, count)
+        total_s: np.ndarray = (same_s + self.context_token_s * context_tokens) * self._factors(
+            first_step, count
+        )
+        return total_s
 
     def step_s(self, plan: StepPlan, step: int) -> float:
         """Seconds of step number ``step``."""

@@ -128,17 +128,18 @@ def plot(rows: Sequence[SimRow], path: Path) -> None:
         mine = [row for row in rows if _kind(row) == (mode, workload, checker)]
         sizes = sorted((row for row in mine if row.slots == SLOTS), key=lambda row: row.engines)
         xs, ys = [row.engines for row in sizes], [row.speed for row in sizes]
-        speeds.plot(xs, ys, "o-", color=f"C{index}", label=label)
+        if sizes:
+            speeds.plot(xs, ys, "o-", color=f"C{index}", label=label)
         batches = sorted(mine, key=lambda row: row.sequences)
-        xs, ys = [row.sequences for row in batches], [row.token_ns for row in batches]
-        costs.plot(xs, ys, "o", color=f"C{index}", label=label)
+        in_a_step, token_ns = [row.sequences for row in batches], [row.token_ns for row in batches]
+        costs.plot(in_a_step, token_ns, "o", color=f"C{index}", label=label)
     speeds.set(
         xscale="log", yscale="log", xlabel=f"engines of {SLOTS} slots", ylabel="virtual / wall seconds"
     )
     costs.set(xscale="log", yscale="log", xlabel="sequences in a step", ylabel="ns of a core / token")
+    costs.legend(fontsize=7)
     for axes in (speeds, costs):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
