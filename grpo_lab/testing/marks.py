@@ -1,4 +1,4 @@
-"""Situations that a long campaign must have met: one that was never reached says that nothing was tested there."""
+"""Situations that a long campaign must have met: where one was never reached, nothing was tested."""
 
 from __future__ import annotations
 
