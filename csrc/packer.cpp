@@ -116,7 +116,7 @@ namespace {
 
 constexpr int64_t kBlock = xxh3::kBlock, kLeaf = xxh3::kLeaf, kTaskBytes = Scratch::kTaskBytes;
 static_assert(kTaskBytes % kLeaf == 0);
-constexpr int64_t kPiecesAhead = 6, kBytesAhead = 4096, kDirectBytes = 16384;
+constexpr int64_t kDirectBytes = 16384;
 
 size_t tasks_of(int64_t bytes) { return static_cast<size_t>((bytes + kTaskBytes - 1) / kTaskBytes); }
 
