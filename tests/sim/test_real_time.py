@@ -2,8 +2,8 @@
 
 Only order that causes decide is compared: the events of each chain (one actor about one engine, one request,
 one kind of bucket event) in their order, never times, and never the order of two chains: two engines that are
-asked at once may answer in either order. How far the buckets of an attempt had come when it failed is a matter
-of time as well, so there they are left out, and nobody else is under way. So load changes nothing.
+asked at once may answer in either order. How far the buckets of an attempt had come when it failed is a
+matter of time as well, so there they are left out, and nobody else is under way. So load changes nothing.
 """
 
 import asyncio
