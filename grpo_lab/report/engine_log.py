@@ -79,6 +79,8 @@ class EngineLog:
         return self.engines.setdefault(name, EngineHistory(name))
 
     def _step(self, t: float, event: ModelStep) -> None:
+        if event.shard:
+            return  # the ranks of an engine work on the same tokens
         history = self._of(event.engine)
         history.steps += event.last_step - event.first_step + 1
         history.decode_tokens += event.decode_tokens
