@@ -23,11 +23,11 @@ from pathlib import Path
 
 import httpx
 
-from grpo_lab.cli.record import served_model
 from grpo_lab.engine.latency import LatencyModel
 from grpo_lab.harness.engine_process import ServerCommand, running_engines
 from grpo_lab.harness.latency_fit import fit, predict
-from grpo_lab.harness.load import Load, Measured, apply
+from grpo_lab.harness.load import Load, Measured, apply, served_model
+from grpo_lab.harness.recording import FIELDS
 from grpo_lab.harness.vllm_server import VllmServerConfig, running_vllm
 
 CALIBRATION = (2, 4, 16, 24)
@@ -124,7 +124,7 @@ def report(rounds: Sequence[Sequence[Measured]], rate: dict[str, list[float]], p
     print(f"ratio {ratio:.1f}, goal {GOAL_RATE:g}: {'met' if ratio >= GOAL_RATE else 'missed'}")
     if path is not None:
         data = {
-            "latency": {key: getattr(fitted.model, key) for key in LATENCY_FIELDS},
+            "latency": {key: getattr(fitted.model, key) for key in FIELDS},
             "rows": [dataclasses.asdict(row) for row in rows],
             "requests_per_s": rate,
             "measured": [[dataclasses.asdict(row) for row in turn] for turn in rounds],
@@ -132,8 +132,6 @@ def report(rounds: Sequence[Sequence[Measured]], rate: dict[str, list[float]], p
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row.holds for row in rows) and ratio >= GOAL_RATE else 1
 
-
-LATENCY_FIELDS = ("base_s", "prefill_token_s", "sequence_s", "context_token_s")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from grpo_lab.errors import ConfigError, EngineRefused
+from grpo_lab.errors import ConfigError, EngineError, EngineRefused
 
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 
@@ -55,6 +55,15 @@ class Measured:
     requests_per_s: float
     ttft_s: float | None
     tpot_s: float | None
+
+
+async def served_model(http: httpx.AsyncClient) -> str:
+    """The name that requests must give. Raises ``EngineError``."""
+    response = await http.get("/v1/models")
+    try:
+        return str(response.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+        raise EngineError(f"{http.base_url}: /v1/models names no model: {response.text[:200]}") from error
 
 
 async def apply(http: httpx.AsyncClient, model: str, load: Load, vocabulary: int = 20) -> Measured:
