@@ -19,6 +19,7 @@ MUST_BE_REACHED: dict[str, str] = {
     "dropped-term_ended": "a group was lost with its term",
     "engine-dropped-update": "an engine gave up an update",
     "engine-fenced": "an engine was taken out of service",
+    "engine-taken-in-again": "a fenced engine restarted and serves again",
     "request-aborted": "a request was returned unfinished",
     "request-arrived-in-pause": "a request reached a paused engine",
     "request-refused-503": "a rollout reached an engine without synced weights",

@@ -13,9 +13,9 @@ from grpo_lab.sim.scenario import Failure
 from grpo_lab.sim.world import simulate
 from grpo_lab.testing.marks import MUST_BE_REACHED, marks_table
 from grpo_lab.testing.search import SCENARIOS, load_coordinator, run_once, search
-from grpo_lab.testing.strategies import clusters, tapes
+from grpo_lab.testing.strategies import churn, clusters, tapes
 
-QUICK_EXAMPLES = 80
+QUICK_EXAMPLES, CHURN_EXAMPLES = 80, 15
 NIGHTLY_MINUTES = float(os.environ.get("GRPO_LAB_NIGHTLY_MINUTES", "30"))
 
 
@@ -31,6 +31,19 @@ def test_no_cluster_breaks_a_rule(scenario, tape):
     outcome = simulate(scenario, tape).value
     assert outcome.optimizer_steps == scenario.steps
     assert outcome.check.violations == 0
+
+
+@settings(
+    max_examples=CHURN_EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(churn(), tapes())
+def test_engines_that_die_and_come_back_break_no_rule(scenario, tape):
+    outcome = simulate(scenario, tape).value
+    assert outcome.optimizer_steps == scenario.steps
 
 
 @pytest.mark.nightly
