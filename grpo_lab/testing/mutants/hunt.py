@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import Flaky, Unsatisfiable
+from hypothesis.errors import Flaky, HypothesisWarning, Unsatisfiable
 
 from grpo_lab.testing.mutants.mutant import Finding, Fixture, Only
 
@@ -102,7 +103,9 @@ def _round(
             state.found = (case, finding)
         raise AssertionError(finding.rule)
 
-    with suppress(AssertionError, Flaky, Unsatisfiable):  # Flaky: time ran out while it was being shrunk
+    # Flaky: time ran out while the case was being made small.
+    with warnings.catch_warnings(), suppress(AssertionError, Flaky, Unsatisfiable):
+        warnings.simplefilter("ignore", HypothesisWarning)  # a schedule is long to print
         examine()
 
 
