@@ -28,6 +28,7 @@ from grpo_lab.transport.shared_memory import SharedMemoryTransport
 
 ROW_S = 240.0
 CALL_S = 120.0
+SHORT_MODEL_LEN = 1024  # in virtual time
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Target:
     trainer: StockTrainer
     model: Model
     server: Server | None
+    max_model_len: int = MAX_MODEL_LEN
 
 
 Play = Callable[[Target], Awaitable[None]]
@@ -76,7 +78,7 @@ async def _in_process(context: SimContext, profile: str, model: Model, play: Pla
     transport = InMemoryTransport(recorder, accept_timeout_s=30, progress_timeout_s=30)
     trainer = MemoryTrainer()
     core = EngineCore(
-        TorchPolicy(model.directory, num_blocks=2048, max_model_len=MAX_MODEL_LEN),
+        TorchPolicy(model.directory, num_blocks=256, max_model_len=SHORT_MODEL_LEN),
         context.recorder("engine-0"),
         EngineConfig(name="engine-0", max_num_seqs=MAX_NUM_SEQS, prefix_policy="shared"),
         latency=lambda plan: 0.004 + 1e-4 * len(plan.scheduled) + 1e-5 * plan.prefill_tokens,
@@ -97,7 +99,7 @@ async def _in_process(context: SimContext, profile: str, model: Model, play: Pla
         async with httpx.AsyncClient(
             base_url="http://engine", transport=network, timeout=CALL_S, trust_env=False
         ) as http:
-            await play(Target("sim", http, transport, trainer, model, None))
+            await play(Target("sim", http, transport, trainer, model, None, SHORT_MODEL_LEN))
     finally:
         await transport.close()
         await app.state.close()

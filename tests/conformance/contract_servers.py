@@ -22,7 +22,7 @@ STOCK_PLUGIN = Path(__file__).parent / "stock_plugin"
 START_S = float(os.environ.get("CONFORMANCE_START_S", "240"))
 API_KEY = "a-key-of-the-conformance-suite"
 MAX_NUM_SEQS = 32
-MAX_MODEL_LEN = 4096
+MAX_MODEL_LEN = 8192
 
 
 @dataclass

@@ -4,7 +4,7 @@ Calls
     call: "METHOD /path" with ``json`` or ``raw``, ``headers``; see ``contract_checks.check``. ``as`` sends
     it in the background; returned: waits for it, with the same checks; pending: it has not returned.
 Generations, by name
-    generate: begins one (``route``, ``stream``, ``tokens``, ``prompt``, ``json``, ``id``).
+    generate: begins one (``route``, ``stream``, ``tokens``, ``prompt``, ``logprobs``, ``json``, ``id``).
     tokens: waits until it has ``at_least`` tokens. frozen: none comes for ``for_s``. unanswered: not even a
     status. headed: a status, no data. gone: hangs up. ended: waits for the end, checked by
     ``contract_checks.check_end``. same: they have the same tokens.
@@ -40,9 +40,10 @@ from grpo_lab.types import SyncId
 
 Step = Mapping[str, Any]
 POLL_S = 0.05
-# A generation that goes on for a while, or for longer than anybody waits; short ones do in virtual time.
-LENGTHS = {"sim": {"long": 150, "endless": 400}, "real": {"long": 1500, "endless": 3500}}
-PROMPTS = {"$long": 4092, "$too_long": 4100, "$prefix": 140}
+# A generation that goes on for a while, or for longer than anybody waits: a client that is short of processor
+# time must still be able to pause it in time. In virtual time nobody is, and short ones will do.
+LENGTHS = {"sim": {"long": 150, "endless": 400}, "real": {"long": 3000, "endless": 8000}}
+PREFIX_TOKENS = 140
 _EXPECTED = ("status", "body", "has", "message", "text", "absent")
 
 
@@ -52,6 +53,8 @@ class Player:
     def __init__(self, target: Target, numbers: Iterator[int]) -> None:
         self.target = target
         self._lengths = LENGTHS["sim" if target.kind == "sim" else "real"]
+        longest = target.max_model_len
+        self._prompts = {"$long": longest - 4, "$too_long": longest + 4, "$prefix": PREFIX_TOKENS}
         self.http = target.http
         self.generations: dict[str, Generation] = {}
         self._calls: dict[str, asyncio.Task[httpx.Response]] = {}
@@ -134,7 +137,7 @@ class Player:
 
     def _named(self, text: str) -> str:
         """``$next`` is the identity of the sync at hand, ``$sync`` that of the last one that was finished."""
-        for name, length in PROMPTS.items():
+        for name, length in self._prompts.items():
             text = text.replace(f'"{name}"', json.dumps([3 + index * index % 17 for index in range(length)]))
         return text.replace("$next", str(self._sync)).replace("$sync", str(self._last))
 
@@ -161,7 +164,10 @@ class Player:
     async def _generate(self, step: Step) -> None:
         route, stream = step.get("route", "completions"), step.get("stream", False)
         prompt = list(step.get("prompt", PROMPT))
-        body = generation_body(route, prompt, step.get("tokens", 16), stream, dict(step.get("json", {})))
+        more = dict(step.get("json", {}))
+        if stream and route == "completions" and not step.get("logprobs"):
+            more.setdefault("logprobs", "-")
+        body = generation_body(route, prompt, step.get("tokens", 16), stream, more)
         headers = {"x-request-id": step["id"]} if "id" in step else {}
         generation = Generation(route, stream)
         self.generations[step["generate"]] = generation

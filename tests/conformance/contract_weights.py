@@ -17,7 +17,7 @@ from grpo_lab.types import Bucket
 SETS = ("w0", "w1", "w2")  # w0 lies on disk: what a server begins with
 PROMPT = (5, 7, 9, 11)
 CANARY_TOKENS = 12
-MAX_MODEL_LEN = 4096
+MAX_MODEL_LEN = 8192
 BUCKET_BYTES = 64 << 10
 TOLERANCE = 2e-4
 
