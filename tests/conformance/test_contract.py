@@ -11,7 +11,7 @@ from contract_steps import Player
 
 
 def wanted(kind, row):
-    """``make test`` plays all rows in virtual time and the core ones on a server; ``make conformance`` all."""
+    """``make test`` plays all rows in virtual time, the core ones on a server. Else: all."""
     return "CONFORMANCE_ENGINES" in os.environ or kind == "sim" or row.core
 
 
