@@ -192,8 +192,8 @@ class SyncEnded(Event):
 
 @event
 class EngineAdmitted(Event):
-    """The coordinator takes the engine into its view, as the run of its process that ``start`` names ("" where
-    the engine cannot say). Whatever an earlier run had loaded or proved counts no more.
+    """The coordinator takes the engine into its view, as the run of its process that ``start`` names (""
+    where the engine cannot say). Whatever an earlier run had loaded or proved counts no more.
     """
 
     engine: str
