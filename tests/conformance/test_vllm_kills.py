@@ -193,9 +193,10 @@ def test_a_trainer_that_dies_leaves_no_server_paused(model, tmp_path):
                 (
                     "trainer",
                     step,
-                    "lease" if released_s > 0.5 else "-",
+                    "lease" if released_s > 0.5 else "not paused",
                     f"{released_s:.1f} s",
-                    f"serves {version}",
+                    "server stays",
+                    f"serves {version}; next trainer syncs",
                 )
             )
         with connected(server.url, model, len(STEPS) + 1) as trainer:
