@@ -88,8 +88,13 @@ class RepeatPolicy(SyntheticPolicy):
     def _length(self, request: Request) -> int:
         if self.vocab_size - 1 not in request.stop_token_ids:
             return _MASK
-        drawn = math.ceil(self._quantile(uniform(request.sample_key, 0)))
-        return max(1, drawn, request.sampling.min_tokens)
+        return max(1, self._drawn_length(request), request.sampling.min_tokens)
+
+    def _drawn_length(self, request: Request) -> int:
+        return self._length_of(request.sample_key)
+
+    def _length_of(self, key: int) -> int:
+        return math.ceil(self._quantile(uniform(key, 0)))
 
 
 def lognormal_quantile(median: float, sigma: float) -> Callable[[float], float]:

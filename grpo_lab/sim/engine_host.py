@@ -17,7 +17,7 @@ from grpo_lab.engine.drawn import RepeatPolicy, lognormal_quantile
 from grpo_lab.engine.event_mode import EventCore
 from grpo_lab.engine.latency import LatencyModel
 from grpo_lab.engine.policy import SyntheticPolicy
-from grpo_lab.engine.request import Request, Scheduled, StepOutput
+from grpo_lab.engine.request import Request, Scheduled, StepOutput, sample_key
 from grpo_lab.engine.rl_state import ReceiverFactory, RlState
 from grpo_lab.engine.sampling import uniforms
 from grpo_lab.engine.scheduler import StepPlan
@@ -25,6 +25,7 @@ from grpo_lab.engine.settings import EngineConfig
 from grpo_lab.errors import EngineUnreachable
 from grpo_lab.events import MemberDied, MemberStarted, MemberStopped
 from grpo_lab.ports import Recorder
+from grpo_lab.protocol.sample_request import CONTINUATION_SEED_STRIDE
 from grpo_lab.sim.life import Life
 from grpo_lab.sim.scenario import PREFILL_SHARE, SEQUENCE_SHARE, SHARED_PREFIX_TOKENS, Scenario
 
@@ -32,7 +33,6 @@ T = TypeVar("T")
 
 VOCABULARY = 64
 _PARETO_EXPONENT = 1.2
-_LOGNORMAL_SIGMA = 0.8
 
 
 def model_score(weights: Mapping[str, Tensor], sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -81,12 +81,25 @@ class SimulatedPolicy(SyntheticPolicy):
 
 
 class WordlessPolicy(RepeatPolicy):
-    """``SimulatedPolicy`` of lengths alone."""
+    """``SimulatedPolicy`` of lengths alone. What is left of a sample that was cut off is not drawn again:
+    if it were, every cut would make long samples shorter.
+    """
 
     def __init__(self, scenario: Scenario, shapes: Mapping[str, tuple[int, ...]], max_model_len: int) -> None:
-        median = scenario.mean_tokens * math.exp(-(_LOGNORMAL_SIGMA**2) / 2)
-        quantile = lognormal_quantile(median, _LOGNORMAL_SIGMA)
+        median = scenario.mean_tokens * math.exp(-(scenario.length_sigma**2) / 2)
+        quantile = lognormal_quantile(median, scenario.length_sigma)
         super().__init__(quantile, VOCABULARY, max_model_len, scenario.kv_blocks, shapes)
+        self._seed = scenario.seed
+        self._max_tokens = scenario.max_tokens
+
+    def _drawn_length(self, request: Request) -> int:
+        _, _, continuation = request.request_id.partition(".c")
+        seed = request.sampling.seed
+        if not continuation or seed is None:
+            return super()._drawn_length(request)
+        first_seed = seed - int(continuation) * CONTINUATION_SEED_STRIDE
+        done = self._max_tokens - request.sampling.max_tokens
+        return self._length_of(sample_key(self._seed, "", first_seed)) - done
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return model_score(self.parameters(), sequences)

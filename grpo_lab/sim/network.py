@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from grpo_lab.engine.failures import BadRequest, NotInService, StaleTerm, UpdateError
@@ -26,6 +26,8 @@ from grpo_lab.sim.faults import Crash, Faults, Stall
 from grpo_lab.sim.life import Life
 from grpo_lab.sim.scenario import BUCKET_CALL, CRASHES, TRAINER, Fault, Scenario
 from grpo_lab.sim.stalls import outside
+from grpo_lab.sim.topology import Relay
+from grpo_lab.transport.frames import Announce
 from grpo_lab.transport.memory import InMemoryTransport
 from grpo_lab.transport.sender import Session
 from grpo_lab.types import (
@@ -61,6 +63,8 @@ class Network:
         self.faults = faults
         self.crash = crash
         self.stall = stall
+        self.topology = scenario.topology
+        self.ring_slots = scenario.ring_slots
         self._scenario = scenario
         self._sources: dict[str, random.Random] = {}
 
@@ -301,21 +305,36 @@ class SimulatedTransport(InMemoryTransport):
     """Buckets over links with bandwidth, latency and the scenario's faults."""
 
     def __init__(self, life: Life, network: Network, timeout_s: float) -> None:
-        super().__init__(life, accept_timeout_s=timeout_s, progress_timeout_s=timeout_s)
+        super().__init__(
+            life, slots=network.ring_slots, accept_timeout_s=timeout_s, progress_timeout_s=timeout_s
+        )
         self._network = network
+        self._relay: Relay | None = None
+        self._due_s: dict[int, Mapping[str, float]] = {}
         self._opened = 1_000_000 * life.incarnation  # no invitation of an older trainer fits
         self._held: dict[str, list[Bucket]] = {}
 
     async def _allocate(self, session: Session) -> str:
         self._held.clear()  # what was under way on an old connection does not arrive on a new one
+        if self._network.topology != "independent":
+            self._relay = Relay(self._network.topology, session.members)
         return await super()._allocate(session)
+
+    async def _dispatch(self, announce: Announce) -> None:
+        network, now_s = self._network, asyncio.get_running_loop().time()
+        if self._relay is not None:
+            self._due_s[announce.bucket] = self._relay.arrivals_s(
+                now_s,
+                lambda member: network.transfer_s(announce.nbytes, member),
+                lambda member: network.latency_s(f"buckets {member}", member),
+            )
+        await super()._dispatch(announce)
 
     async def carry(self, member: str, bucket: Bucket) -> Sequence[Bucket]:
         network = self._network
         met = network.faults.strike(BUCKET_CALL, member)
         late_s = met["late"].duration_s if "late" in met else 0.0
-        latency_s = network.latency_s(f"buckets {member}", member)
-        await asyncio.sleep(latency_s + network.transfer_s(bucket.nbytes, member) + late_s)
+        await asyncio.sleep(self._way_s(member, bucket) + late_s)
         if "lose" in met or network.parted(member, TRAINER):
             return []
         if "flip" in met and bucket.nbytes:
@@ -327,6 +346,14 @@ class SimulatedTransport(InMemoryTransport):
             return []
         arrived = [bucket, bucket] if "repeat" in met else [bucket]
         return [*arrived, *self._held.pop(member, [])]
+
+    def _way_s(self, member: str, bucket: Bucket) -> float:
+        network = self._network
+        if self._relay is None:
+            latency_s = network.latency_s(f"buckets {member}", member)
+            return latency_s + network.transfer_s(bucket.nbytes, member)
+        due_s = self._due_s[bucket.index][member]
+        return max(0.0, due_s - asyncio.get_running_loop().time())
 
 
 def _completion(engine: str, request: Request) -> Completion:

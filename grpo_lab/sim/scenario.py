@@ -23,6 +23,7 @@ from grpo_lab.types import PauseMode
 FAILURE_SCHEMA = 1
 Lengths = Literal["geometric", "fixed", "heavy", "lognormal"]
 EngineMode = Literal["step", "event"]
+Topology = Literal["independent", "p2p", "tree", "ring"]
 
 CALL_FAULTS = (
     "refuse",  # no connection: nothing happens at the engine
@@ -131,6 +132,8 @@ class Scenario:
         step_s: one optimizer step; token_s: one engine step without its batch.
         network_s, jitter: one way of a message takes ``network_s`` times 1 to 1 + jitter.
         bandwidth_bytes_s: of every link that carries weights.
+        topology: the way of the buckets, see ``grpo_lab.sim.topology``; ``independent`` gives every engine a
+            copy over a link of its own, all at once. ring_slots: buckets under way at once.
         checkpoint_every_steps: 0 is never: a restarted trainer begins from nothing.
         faults_until_s: faults that have not struck by then never do.
         seed: of weights, lengths, jitter and rewards.
@@ -158,6 +161,7 @@ class Scenario:
     lengths: Lengths = "geometric"
     mean_tokens: int = 8
     max_tokens: int = 32
+    length_sigma: float = 0.8
     kv_blocks: int = 64
     engine_mode: EngineMode = "step"
     batch_tokens: int = 256
@@ -174,6 +178,8 @@ class Scenario:
     jitter: float = 1.0
     bandwidth_bytes_s: float = 1e6
     bucket_bytes: int = 512
+    topology: Topology = "independent"
+    ring_slots: int = 2
     steps: int = 4
     checkpoint_every_steps: int = 2
     faults: tuple[Fault, ...] = ()
@@ -244,6 +250,7 @@ _WORDS: Mapping[str, Any] = {
     "lengths": Lengths,
     "engine_mode": EngineMode,
     "prefix_policy": PrefixPolicy,
+    "topology": Topology,
 }
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("engines", 1, 1024),
@@ -255,6 +262,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_engines", 1, 1024),
     ("mean_tokens", 1, 100_000),
     ("max_tokens", 1, 100_000),
+    ("length_sigma", 0.0, 4.0),
     ("kv_blocks", 1, 10_000_000),
     ("batch_tokens", 1, 1_000_000),
     ("context_token_s", 0.0, 1.0),
@@ -269,6 +277,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("jitter", 0.0, 100.0),
     ("bandwidth_bytes_s", 1.0, 1e15),
     ("bucket_bytes", 256, 1 << 30),
+    ("ring_slots", 1, 64),
     ("steps", 1, 1_000_000),
     ("checkpoint_every_steps", 0, 1_000_000),
     ("faults_until_s", 0.0, 86_400.0),

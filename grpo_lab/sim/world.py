@@ -479,7 +479,7 @@ def declaration(scenario: Scenario, parts: Parts) -> RunDeclared:
             "num_generations": scenario.generations,
             "max_inflight_tasks": scenario.max_inflight,
             "scope": "global",
-            "ring_slots": 2,
+            "ring_slots": scenario.ring_slots,
             "initial_version": 1,
             "logprob_tolerance": 1e-4,
             "batch_invariant": False,
