@@ -38,7 +38,11 @@ def play(kind, row, model, owner, numbers):
             if kind != "sim":
                 await clean_up(player, row)
 
-    run_row(kind, row.server, model, owner, on)
+    try:
+        run_row(kind, row.server, model, owner, on)
+    finally:
+        if row.server == "doomed" and kind != "sim":
+            owner.drop(kind, row.server, model.directory)
 
 
 @pytest.mark.timeout(420)
