@@ -143,7 +143,8 @@ def test_an_update_that_never_gets_through_leaves_the_version_before(server, tra
         assert not trainer.sync().committed
     finally:
         Spoiled.times = 1
-    assert len(aborts(trainer)) == 2
+    reasons = aborts(trainer)
+    assert len([reason for reason in reasons if "bucket 1 is corrupt" in reason]) >= 2, reasons
     after = served_by(server.url)  # it generates: it was resumed
     assert after.checksums == before.checksums
     assert largest_gap(after, before) == 0.0
