@@ -14,7 +14,7 @@ from grpo_lab.sim.light_trainer import CheckpointStore, Cut, LightTrainer
 from grpo_lab.testing.mutants import spaces
 from grpo_lab.testing.mutants.clusters import Clusters
 from grpo_lab.testing.mutants.mutant import Mutant
-from grpo_lab.testing.mutants.worker import PatientTerm
+from grpo_lab.testing.mutants.worker import STAYING, PatientTerm
 from grpo_lab.trainer.protocols import SyncOutcome
 from grpo_lab.trainer.step import group_consumed
 from grpo_lab.trainer.term import TrainingTerm
@@ -77,16 +77,16 @@ class CutIsMixed:
 
 
 class StepsAhead:
-    """A resumed run counts an optimizer step that was never applied.
+    """A resumed run counts optimizer steps that were never applied.
 
     Own case: the step is counted before the checkpoint is written, and once more when it is read.
-    Planted: one step more.
+    Planted: two steps more, without the name of a checkpoint.
     Exposed by: a trainer that dies. S26, S27.
     """
 
     @staticmethod
     def change(lineage: Any) -> Any:
-        return dataclasses.replace(lineage, optimizer_step=lineage.optimizer_step + 1, checkpoint="")
+        return dataclasses.replace(lineage, optimizer_step=lineage.optimizer_step + 2, checkpoint="")
 
 
 class PromptsSkipped:
@@ -382,7 +382,13 @@ MUTANTS = (
         "M24-a", ("S1", "S18"), spaces.DYING_TRAINER, VersionFallsBack, with_store(VersionFallsBack.change)
     ),
     Mutant("M24-b", ("S27",), spaces.DYING_TRAINER, CutIsMixed, with_store(CutIsMixed.change)),
-    Mutant("M25-a", ("L8", "L5"), spaces.DYING_TRAINER, AllIsStale, with_buffer(AllIsStale, PatientTerm)),
+    Mutant(
+        "M25-a",
+        ("L8", "L5"),
+        spaces.DYING_TRAINER,
+        AllIsStale,
+        {**STAYING, **with_buffer(AllIsStale, PatientTerm)},
+    ),
     Mutant(
         "M26", ("D3",), HEAVY_TAILS, SlowAreStarved, {**with_buffer(SlowAreStarved), "worker": FreeAdmission}
     ),

@@ -46,8 +46,8 @@ _DETAIL: tuple[type[Event], ...] = (
 def around(finding: Finding) -> list[Record]:
     """From the first proof of the violation to its last: that, and all that the last one is about.
 
-    A single proof begins with the sync, or term, in which it lies. Events are about what they name: an engine,
-    a sample, a group, a checkpoint, a sync by its term and version. Work that is no decision of the protocol
+    A single proof begins with the sync, or term, in which it lies. Events are about what they name: engines,
+    samples, groups, checkpoints, syncs (by term and version). Work that is no decision of the protocol
     (packing, steps, requests in an engine, heartbeats) is left out unless it is proof itself.
     """
     records = finding.records
