@@ -457,13 +457,16 @@ class EngineCore:
         self._stepping = True
         try:
             output = await self.runner.run(lambda: self.policy.step(plan.scheduled))
-            await asyncio.sleep(self._duration_s(plan))
+            await self._take_time(plan)
         finally:
             self._stepping = False
         step, self._next_step = self._next_step, self._next_step + 1
         finished = self._book.apply(plan, output, self.identity, step, loop.time())
         self._announce_steps(plan, step, began_seq, loop.time() - began_s)
         self._end(finished)
+
+    async def _take_time(self, plan: StepPlan) -> None:
+        await asyncio.sleep(self._duration_s(plan))
 
     def _duration_s(self, plan: StepPlan) -> float:
         """Of the next step, as it begins."""

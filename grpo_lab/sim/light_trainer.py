@@ -261,7 +261,7 @@ class LightTrainer:
         term, scenario = self.term, self._scenario
         groups, wait_s = term.next_groups()
         self._consume(groups)
-        virtual_sleep(scenario.step_s)
+        duration_s = self._compute(groups)
         rewards = [sample.reward or 0.0 for group in groups for sample in group.samples]
         reward_mean = sum(rewards) / len(rewards)
         for tensor in self._weights.values():
@@ -273,7 +273,7 @@ class LightTrainer:
                 version=term.version,
                 loss=-reward_mean,
                 reward_mean=reward_mean,
-                duration_s=scenario.step_s,
+                duration_s=duration_s,
                 wait_s=wait_s,
             )
         )
@@ -284,6 +284,11 @@ class LightTrainer:
         every = scenario.checkpoint_every_steps
         if every and term.optimizer_step % every == 0:
             self._save()
+
+    def _compute(self, groups: Sequence[RolloutGroup]) -> float:
+        """The time of the gradient passes; returns its seconds."""
+        virtual_sleep(self._scenario.step_s)
+        return self._scenario.step_s
 
     def _consume(self, groups: Sequence[RolloutGroup]) -> None:
         term = self.term
