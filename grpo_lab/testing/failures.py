@@ -64,7 +64,9 @@ class ClusterCase:
 
     def run(self, records: list[Record]) -> None:
         parts = load_parts(self.protocol)
-        simulate(self.failure.scenario, self.failure.tape, parts=parts, records=records)
+        # A mutant was searched for one rule, and may have broken others before.
+        only = frozenset({self.rule}) if self.protocol.startswith("mutant:") else None
+        simulate(self.failure.scenario, self.failure.tape, parts=parts, only=only, records=records)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
