@@ -42,7 +42,11 @@ Step = Mapping[str, Any]
 POLL_S = 0.05
 # A generation that goes on for a while, or for longer than anybody waits: a client that is short of processor
 # time must still be able to pause it in time. In virtual time nobody is, and short ones will do.
-LENGTHS = {"sim": {"long": 150, "endless": 400}, "real": {"long": 3000, "endless": 8000}}
+LENGTHS = {
+    "sim": {"long": 150, "endless": 400},
+    "sim-http": {"long": 1500, "endless": 8000},
+    "vllm": {"long": 3000, "endless": 8000},
+}
 PREFIX_TOKENS = 140
 _EXPECTED = ("status", "body", "has", "message", "text", "absent")
 
@@ -52,7 +56,7 @@ class Player:
 
     def __init__(self, target: Target, numbers: Iterator[int]) -> None:
         self.target = target
-        self._lengths = LENGTHS["sim" if target.kind == "sim" else "real"]
+        self._lengths = LENGTHS[target.kind]
         longest = target.max_model_len
         self._prompts = {"$long": longest - 4, "$too_long": longest + 4, "$prefix": PREFIX_TOKENS}
         self.http = target.http
