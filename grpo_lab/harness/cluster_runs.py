@@ -23,7 +23,7 @@ from grpo_lab.events import (
     SampleDispatched,
     SyncEnded,
 )
-from grpo_lab.harness.experiment import Setting
+from grpo_lab.harness.experiment import Point, Setting
 from grpo_lab.sim.scenario import Scenario
 from grpo_lab.sim.world import simulate
 
@@ -37,9 +37,14 @@ def run_cluster(scenario: Scenario, *, checked: bool = False) -> dict[str, Setti
     Args:
         checked: also judge every event. Raises ``InvariantViolation`` for a broken rule.
     """
+    return cluster_figures(records_of(scenario, checked=checked))
+
+
+def records_of(scenario: Scenario, *, checked: bool = False) -> list[Record]:
+    """The trace of ``run_cluster``, for figures of one's own beside ``cluster_figures``."""
     records: list[Record] = []
     simulate(scenario, records=records, checked=checked)
-    return cluster_figures(records)
+    return records
 
 
 def cluster_figures(records: Iterable[Record]) -> dict[str, Setting]:
@@ -166,3 +171,36 @@ def scenario_of(base: Scenario, settings: Mapping[str, Setting]) -> Scenario:
         return dataclasses.replace(base, **settings)  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError("settings", dict(settings), f"fields of Scenario ({error})") from error
+
+
+ABLATION_CLUSTER = Scenario(
+    engines=2,
+    slots=32,
+    prompts_per_step=8,
+    generations=4,
+    max_staleness=2,
+    max_inflight=64,
+    queue_capacity=64,
+    steps=40,
+    lengths="lognormal",
+    mean_tokens=150,
+    max_tokens=600,
+    prompt_tokens=50,
+    kv_blocks=100_000,
+    batch_tokens=8192,
+    engine_mode="event",
+    cache_outputs=False,
+    step_s=3.0,
+    token_s=0.01,
+    jitter=0.5,
+    bandwidth_bytes_s=4e3,
+    checkpoint_every_steps=0,
+)
+"""What the ablations start from: an optimizer step of 32 samples takes 3 s, their generation about 2 s on
+busy engines and 6 s for the longest, a weight sync 0.5 s. The seconds are chosen, not measured: read ratios.
+"""
+
+
+def scenario_at(point: Point, base: Scenario = ABLATION_CLUSTER) -> Scenario:
+    """``base`` with a point's settings and seed."""
+    return scenario_of(base, {**point.settings, "seed": point.seed})

@@ -10,6 +10,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from scipy import stats
 
 from grpo_lab.report.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SKY, YELLOW, drawing
@@ -114,3 +115,12 @@ def save_figure(figure: Figure, stem: Path, stamp: str) -> None:
             partial = target.with_name(f".{os.getpid()}.{target.name}")
             figure.savefig(partial, format=suffix[1:], **options)
             partial.replace(target)
+
+
+def log_axis(axes: Axes, values: Sequence[float], base: float = 2, *, vertical: bool = False) -> None:
+    """A logarithmic axis whose ticks are these values in plain figures."""
+    axis = axes.yaxis if vertical else axes.xaxis
+    (axes.set_yscale if vertical else axes.set_xscale)("log", base=base)
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
