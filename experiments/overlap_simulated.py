@@ -32,12 +32,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo_lab.errors import ConfigError, GrpoLabError
 from grpo_lab.events import Evaluated, OptimizerStepApplied, Record, StepPlanned
@@ -47,27 +45,12 @@ from grpo_lab.harness.recipe import RECIPES, Recipe
 from grpo_lab.harness.run_dir import RunDir, environment, make_run_dir
 from grpo_lab.harness.runner import declaration, model_of
 from grpo_lab.harness.simulated import end_trace, simulate, trace_recorder
-from grpo_lab.harness.training import evaluate
+from grpo_lab.harness.training import EvaluateEvery
 from grpo_lab.sim.speeds import Speeds
-from grpo_lab.trainer.trainer import AsyncGRPOTrainer
 
 RECIPE = "quickstart"
 MODES = {"asynchronous": 1, "synchronous": 0}  # max_staleness
 TRAINER_FACTORS = (0.25, 4.0)  # of the trainer's seconds
-
-
-class EvaluateEvery(TrainerCallback):
-    """Puts the held-out accuracy into the trace now and then. Virtual time stands still meanwhile."""
-
-    def __init__(self, trainer: AsyncGRPOTrainer, recipe: Recipe, every_steps: int) -> None:
-        self._trainer, self._recipe, self._every_steps = trainer, recipe, every_steps
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # The accuracy after the last step is evaluated anyway.
-        if state.global_step % self._every_steps == 0 and state.global_step < state.max_steps:
-            evaluate(self._trainer, self._recipe)
 
 
 @dataclass(frozen=True, slots=True)

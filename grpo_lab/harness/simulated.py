@@ -26,7 +26,7 @@ from grpo_lab.sim.greenlet_bridge import spawn_blocking
 from grpo_lab.sim.real_trainer import TrainerWorld, make_simulated_trainer
 from grpo_lab.sim.simulation import SimContext, run_simulation
 from grpo_lab.sim.speeds import Speeds
-from grpo_lab.sim.torch_engines import TorchEngines
+from grpo_lab.sim.torch_engines import MAX_NUM_SEQS, TorchEngines
 from grpo_lab.tasks.tiny_model import no_progress_bars
 from grpo_lab.trainer.loading import load_model, load_tokenizer
 from grpo_lab.trainer.trainer import AsyncGRPOTrainer
@@ -69,6 +69,7 @@ def simulate(
     step_seen: StepSeen,
     *,
     speeds: Speeds = DEFAULT_SPEEDS,
+    max_num_seqs: int = MAX_NUM_SEQS,
     callbacks: MakeCallbacks = no_callbacks,
 ) -> Simulated:
     """Runs it; its trace is in ``recorder.records``, also when it fails. Raises what training raised.
@@ -76,6 +77,7 @@ def simulate(
     Args:
         declared: the first event; it names the engines.
         recorder: from ``trace_recorder``.
+        max_num_seqs: sequences that an engine decodes at once.
         callbacks: makes further callbacks of the trainer.
     """
     names = tuple(declared.capabilities)
@@ -95,7 +97,13 @@ def simulate(
     async def main(context: SimContext) -> Learned:
         recorder.emit(declared)
         engines = TorchEngines(
-            context, model, names, speeds, seed=recipe.seed, batch_invariant=recipe.batch_invariant
+            context,
+            model,
+            names,
+            speeds,
+            seed=recipe.seed,
+            batch_invariant=recipe.batch_invariant,
+            max_num_seqs=max_num_seqs,
         )
         async with engines:
             trainer_recorder = context.recorder("trainer")
@@ -110,7 +118,8 @@ def simulate(
             return learned
 
     started_s = time.monotonic()
-    result = run_simulation(main, seed=recipe.seed, records=recorder.records)
+    with no_progress_bars():  # that of saving a model starts a thread
+        result = run_simulation(main, seed=recipe.seed, records=recorder.records)
     return Simulated(result.value, result.virtual_s, time.monotonic() - started_s)
 
 

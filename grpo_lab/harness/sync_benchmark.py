@@ -10,7 +10,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ Kind = Literal["shm", "gloo"]
 Mode = Literal["pipelined", "sequential"]
 KINDS: tuple[Kind, ...] = ("shm", "gloo")
 MODES: tuple[Mode, ...] = ("pipelined", "sequential")
+SLOTS: Mapping[Mode, int] = {"pipelined": 2, "sequential": 1}
 PHASES = ("gather", "pack", "wire", "verify", "load")
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -143,14 +144,13 @@ def receiver_processes(count: int, num_threads: int) -> Iterator[list[ReceiverPr
 
 
 class Sender:
-    """One transport in one mode, with its receivers joined."""
+    """One transport with a ring of so many slots, its receivers joined."""
 
     def __init__(
-        self, kind: Kind, mode: Mode, plan: BucketPlan, receivers: Sequence[ReceiverProcess]
+        self, kind: Kind, slots: int, plan: BucketPlan, receivers: Sequence[ReceiverProcess]
     ) -> None:
-        self.kind, self.mode, self._plan = kind, mode, plan
+        self.kind, self.slots, self._plan = kind, slots, plan
         self._receivers = receivers
-        slots = 2 if mode == "pipelined" else 1
         self._transport: RingTransport = make_transport(
             kind,
             recorder=ListRecorder("trainer", run_clock()),
@@ -162,8 +162,12 @@ class Sender:
         self._thread = ThreadPoolExecutor(1)  # packs, as the trainer's thread does
 
     @property
+    def mode(self) -> Mode:
+        return "sequential" if self.slots == 1 else "pipelined"
+
+    @property
     def key(self) -> str:
-        return f"{self.kind}-{self.mode}"
+        return f"{self.kind}-{self.slots}"
 
     async def open(self, num_threads: int) -> None:
         members = [f"engine-{i}" for i in range(len(self._receivers))]
@@ -206,13 +210,26 @@ async def measure(
     case: SyncCase, processes: Sequence[ReceiverProcess], *, repeats: int, num_threads: int
 ) -> list[SyncRow]:
     """All transports and modes in turn, `repeats` times after one round that warms up."""
+    ways = [(kind, SLOTS[mode]) for kind in KINDS for mode in MODES]
+    return await measure_ways(case, ways, processes, repeats=repeats, num_threads=num_threads)
+
+
+async def measure_ways(
+    case: SyncCase,
+    ways: Sequence[tuple[Kind, int]],
+    processes: Sequence[ReceiverProcess],
+    *,
+    repeats: int,
+    num_threads: int,
+) -> list[SyncRow]:
+    """These transports, each with a ring of so many slots, in turn; a row each."""
     receivers = processes[: case.receivers]
     tensors = make_tensors(case.model_bytes)
     plan = BucketPlan.build(tensors, bucket_bytes=case.bucket_bytes)
     for receiver in receivers:
         receiver.ask("prepare", case.model_bytes)
         await receiver.answer()
-    senders = [Sender(kind, mode, plan, receivers) for kind in KINDS for mode in MODES]
+    senders = [Sender(kind, slots, plan, receivers) for kind, slots in ways]
     measured: dict[str, list[tuple[float, dict[str, float]]]] = {sender.key: [] for sender in senders}
     try:
         for sender in senders:

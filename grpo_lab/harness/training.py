@@ -152,6 +152,20 @@ def evaluate(trainer: AsyncGRPOTrainer, recipe: Recipe) -> float | None:
     return accuracy
 
 
+class EvaluateEvery(TrainerCallback):
+    """Puts the held-out accuracy into the trace now and then. Virtual time stands still meanwhile."""
+
+    def __init__(self, trainer: AsyncGRPOTrainer, recipe: Recipe, every_steps: int) -> None:
+        self._trainer, self._recipe, self._every_steps = trainer, recipe, every_steps
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The accuracy after the last step is evaluated anyway.
+        if state.global_step % self._every_steps == 0 and state.global_step < state.max_steps:
+            evaluate(self._trainer, self._recipe)
+
+
 class _ShowSteps(TrainerCallback):
     """Passes what transformers logs on to the progress display."""
 

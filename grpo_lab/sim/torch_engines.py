@@ -26,6 +26,8 @@ from grpo_lab.transport.memory import InMemoryTransport
 from grpo_lab.transport.vllm_http import VllmHttpEngine
 from grpo_lab.types import Bucket
 
+MAX_NUM_SEQS = EngineConfig().max_num_seqs
+
 
 class TimedLinks(InMemoryTransport):
     """Each engine's link carries one bucket after the other at the simulated speed."""
@@ -59,6 +61,7 @@ class TorchEngines:
         *,
         seed: int = 0,
         batch_invariant: bool = False,
+        max_num_seqs: int = MAX_NUM_SEQS,
     ) -> None:
         self._speeds = speeds
         self._links: TimedLinks | None = None
@@ -69,7 +72,7 @@ class TorchEngines:
             core = EngineCore(
                 TorchPolicy(model, batch_invariant=batch_invariant),
                 context.recorder(name),
-                EngineConfig(name=name, seed=seed),
+                EngineConfig(name=name, seed=seed, max_num_seqs=max_num_seqs),
                 latency=speeds.engine_step,
             )
             receivers = {InMemoryTransport.backend: self._receiver}
