@@ -16,7 +16,7 @@ Weights
     ("other": of none). stays: so are a generation's (``from_frozen``: of the tokens after it was frozen).
     version: what /weight_info says. checksums, checksums_equal, checksums_differ.
 Ends
-    dead: health is 503 within a bound. exits: the process ends with this code. sleep: seconds.
+    dead: health is 503, or gone, within a bound. exits: the process ends with this code. sleep: seconds.
 """
 
 from __future__ import annotations
@@ -347,12 +347,13 @@ class Player:
     # --- deaths -----------------------------------------------------------------------------------------
 
     async def _dead(self, step: Step) -> None:
+        """503, or nobody listens any more: the API process ends a few seconds after the engine."""
         status: object = None
         for _ in range(int(WAIT_S / POLL_S)):
             try:
                 status = (await self.http.get("/health")).status_code
-            except httpx.TransportError as error:
-                status = error
+            except httpx.TransportError:
+                return
             if status == 503:
                 return
             await asyncio.sleep(POLL_S)
