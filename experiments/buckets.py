@@ -16,9 +16,10 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, Setting, grid, points_of
-from grpo_lab.harness.plots import COLOURS, MARKERS, interval, new_figure
+from grpo_lab.harness.plots import COLOURS, MARKERS, new_figure
 from grpo_lab.harness.sync_benchmark import (
     KINDS,
     MB,
@@ -40,7 +41,7 @@ FULL = {
     "buffers": (1, 2, 4),
     "transport": KINDS,
 }
-REPEATS = 5
+REPEATS = 15
 THREADS = 1
 FIT_WITHIN = 0.3
 SETTINGS = list(SMALL)
@@ -56,14 +57,16 @@ def run(point: Point, folder: Path) -> Mapping[str, Setting]:
 
 
 def run_with(point: Point, repeats: int) -> Mapping[str, Setting]:
-    """Medians of ``repeats`` syncs after one that warms up; phases are sums over the buckets."""
+    """The fastest of ``repeats`` syncs after one that warms up; phases are sums over the buckets."""
     chosen = point.settings
     case = SyncCase(1, round(float(chosen["model_mb"] or 0) * MB), int(chosen["bucket_kib"] or 0) << 10)
     kind: Kind = "shm" if chosen["transport"] == "shm" else "gloo"
     load = os.getloadavg()[0]
     with receiver_processes(case.receivers, THREADS) as processes:
         ways = [(kind, int(chosen["buffers"] or 0))]
-        (row,) = asyncio.run(measure_ways(case, ways, processes, repeats=repeats, num_threads=THREADS))
+        (row,) = asyncio.run(
+            measure_ways(case, ways, processes, repeats=repeats, num_threads=THREADS, fastest=True)
+        )
     return {
         "buckets": row.buckets,
         "bytes": row.model_bytes,
@@ -75,7 +78,7 @@ def run_with(point: Point, repeats: int) -> Mapping[str, Setting]:
 
 
 def fastest(table: pd.DataFrame) -> pd.DataFrame:
-    """The fastest round of every setting: what else the machine did can only have added to the others."""
+    """The fastest round of every setting: other work on the machine can only have added to the others."""
     return table.sort_values("total_s").groupby(SETTINGS, as_index=False).first()
 
 
@@ -107,32 +110,34 @@ def figures(table: pd.DataFrame) -> Mapping[str, Figure]:
 
 
 def _sync_time(table: pd.DataFrame, largest: pd.DataFrame) -> Figure:
-    """Markers: means and intervals over the rounds. Lines: the fits."""
-    figure = new_figure()
+    """Markers: the median round, with whiskers to the fastest and the slowest. Lines: the fits."""
+    figure = new_figure(width_in=6.0, height_in=4.2)
     (axes,) = figure.axes
     found = fits(table)
     for index, ((transport, buffers), rows) in enumerate(largest.groupby(["transport", "buffers"])):
-        sizes = sorted(rows["bucket_kib"].unique())
-        places = [size * 1.06 ** (index - 1.5) for size in sizes]  # side by side
-        bars = [interval(rows.loc[rows["bucket_kib"] == size, "total_s"] * 1e3) for size in sizes]
+        rounds = rows.groupby("bucket_kib")["total_s"].agg(["min", "median", "max"]) * 1e3
+        places = [size * 1.06 ** (index - 1.5) for size in rounds.index]  # side by side
         costs = found[transport, int(buffers)]
         counts = rows.groupby("bucket_kib")["buckets"].median()
         fitted = counts * costs.overhead_s + rows["bytes"].median() / costs.bytes_per_s
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        colour = COLOURS[index % len(COLOURS)]
         axes.errorbar(
             places,
-            [mean for mean, _ in bars],
-            yerr=[half for _, half in bars],
+            rounds["median"],
+            yerr=[rounds["median"] - rounds["min"], rounds["max"] - rounds["median"]],
             linestyle="none",
+            marker=MARKERS[index % len(MARKERS)],
+            color=colour,
             markersize=4,
             capsize=2.5,
             label=f"{_way(transport, buffers)}: {_costs(costs)}",
-            **style,
         )
-        axes.plot(places, fitted.loc[sizes] * 1e3, linewidth=0.8, color=style["color"])
+        axes.plot(places, fitted * 1e3, linewidth=0.8, color=colour)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [_size(size) for size in sizes])
-    axes.set_ylim(bottom=0)
+    axes.set_xticks(list(rounds.index), [_size(size) for size in rounds.index])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bucket size")
     axes.set_ylabel(f"one sync of {largest['model_mb'].iloc[0]} MB (ms)")
     axes.legend(frameon=False, fontsize=7)
@@ -141,37 +146,22 @@ def _sync_time(table: pd.DataFrame, largest: pd.DataFrame) -> Figure:
 
 def _phases(largest: pd.DataFrame) -> Figure:
     """Bars of the phases for each bucket size, an axes for each transport and number of buffers."""
-    ways = list(largest.groupby(["transport", "buffers"]))
+    ways = list(fastest(largest).groupby(["transport", "buffers"]))
     figure = new_figure(min(2, len(ways)), -(-len(ways) // 2), height_in=2.8)
     for axes, ((transport, buffers), rows) in zip(figure.axes, ways, strict=False):
-        _stack(axes, rows)
+        _stack(axes, rows.sort_values("bucket_kib"))
         axes.set_title(_way(transport, buffers), fontsize=8)
     figure.axes[0].legend(frameon=False, fontsize=7, ncols=3)
     return figure
 
 
 def _stack(axes: Axes, rows: pd.DataFrame) -> None:
-    sizes = sorted(rows["bucket_kib"].unique())
-    below = pd.Series(0.0, index=sizes)
+    places, below = range(len(rows)), pd.Series(0.0, index=rows.index)
     for index, (phase, column) in enumerate(zip(PHASES, PHASE_COLUMNS, strict=True)):
-        means_ms = rows.groupby("bucket_kib")[column].mean() * 1e3
-        axes.bar(
-            range(len(sizes)), means_ms[sizes], bottom=below, color=COLOURS[index], label=phase, width=0.7
-        )
-        below += means_ms
-    totals = [interval(rows.loc[rows["bucket_kib"] == size, "total_s"] * 1e3) for size in sizes]
-    axes.errorbar(
-        range(len(sizes)),
-        [mean for mean, _ in totals],
-        yerr=[half for _, half in totals],
-        color=COLOURS[6],
-        marker="_",
-        markersize=14,
-        linestyle="none",
-        capsize=2.5,
-        label="total",
-    )
-    axes.set_xticks(range(len(sizes)), [_size(size) for size in sizes])
+        axes.bar(places, rows[column] * 1e3, bottom=below, color=COLOURS[index], label=phase, width=0.7)
+        below += rows[column] * 1e3
+    axes.plot(places, rows["total_s"] * 1e3, "_", color=COLOURS[6], markersize=26, label="total")
+    axes.set_xticks(places, [_size(size) for size in rows["bucket_kib"]])
     axes.set_xlabel("bucket size")
     axes.set_ylabel("ms, sum over buckets")
 
@@ -256,14 +246,14 @@ def _second_buffer(table: pd.DataFrame) -> Claim:
 
 
 READING = """
-**sync_time**: the time of one whole sync (bind, pack, transfer, verify, load) against bucket size; lines
-are the fits of `t = buckets x overhead + bytes / bandwidth`, to the fastest round of each setting; the
-legend names the two costs. To the left the overhead of many buckets decides, to the right the bytes; with
-large buckets the first pack and the last load overlap nothing.
+**sync_time**: one whole sync (bind, pack, transfer, verify, load), the fastest of a round, against bucket
+size: the median round, with whiskers to the fastest and the slowest. Lines are the fits of `t = buckets x
+overhead + bytes / bandwidth` to the fastest rounds; the legend names the two costs. To the left the overhead of many buckets decides, to the right the bytes; with large buckets the
+first pack and the last load overlap nothing.
 
-**phases**: seconds of each phase, summed over the buckets. With one buffer they follow each other and add
-up to the total (the mark); with two they overlap, `wire` includes waiting for the receiver, and the bar is
-higher than the mark.
+**phases**: each phase of the fastest round, summed over the buckets. With one buffer they follow each other
+and add up to the total (the mark); with two they overlap, `wire` includes waiting for the receiver, and the
+bar is higher than the mark.
 
 Measured on the machine that ran it, with one thread a side: with fewer than two free cores the two
 processes take turns, and a second buffer can gain nothing. `load_average` is in every row. NCCL is not in

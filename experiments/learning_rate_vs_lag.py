@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from scipy import stats
 
 from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, Setting, grid, points_of
@@ -89,8 +90,9 @@ def _drift_figure(stale: pd.DataFrame) -> Figure:
     products = np.array(sorted(stale["product"].unique()))
     middle = float(np.exp(np.log(stale.loc[stale["drift"] > 0, "drift"] / stale["product"]).mean()))
     axes.plot(products, middle * products, color="#555555", linewidth=0.8, linestyle=":", label="slope 1")
-    axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel("coefficient of variation of pi / mu")
     axes.legend(frameon=False, fontsize=8)
     return figure
@@ -105,7 +107,6 @@ def _accuracy_figure(table: pd.DataFrame, stale: pd.DataFrame) -> Figure:
     by_lag.set_ylabel("held-out accuracy at the end")
     _by_rate(by_product, stale, "loss")
     by_product.axhline(0.0, color="#555555", linewidth=0.8, linestyle=":")
-    by_product.set_xscale("log")
     by_product.set_ylabel("accuracy lost against lag 0 at the same rate")
     by_product.legend(frameon=False, fontsize=8)
     return figure
@@ -127,6 +128,10 @@ def _by_rate(axes: Axes, stale: pd.DataFrame, y: str) -> None:
             capsize=2.5,
             label=f"learning rate {rate:g}",
         )
+    axes.set_xscale("log")
+    shown = sorted(stale["product"].round(12).unique())
+    axes.set_xticks(shown, [f"{product:g}" for product in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("lag x learning rate")
 
 

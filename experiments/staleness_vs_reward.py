@@ -113,27 +113,20 @@ def _learning_curves(table: pd.DataFrame) -> Figure:
         for column, x in enumerate(("optimizer step", "virtual seconds")):
             _trace(figure.axes[2 * row + column], entries, x, y, arms)
     figure.axes[0].set_ylabel(f"reward of the samples, mean of {STEPS_A_MARK} steps")
-    figure.axes[3].legend(frameon=False, fontsize=7)
+    figure.axes[2].legend(frameon=False, fontsize=7)
     return figure
 
 
 def _trace(axes: Axes, entries: pd.DataFrame, x: str, y: str, arms: Sequence[str]) -> None:
-    """A line an arm over the places of its series, means and 95 % intervals over seeds."""
+    """A line an arm over the places of its series: means, and 95 % intervals over seeds as bands."""
     for index, arm in enumerate(arms):
         places = [rows for _, rows in entries[entries["arm"] == arm].groupby("place")]
         bars = [interval(rows[y]) for rows in places]
-        axes.errorbar(
-            [rows[x].mean() for rows in places],
-            [mean for mean, _ in bars],
-            yerr=[half for _, half in bars],
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=3.5,
-            linewidth=1.2,
-            elinewidth=0.6,
-            capsize=2,
-            label=arm,
-        )
+        at = [rows[x].mean() for rows in places]
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        axes.plot(at, [mean for mean, _ in bars], color=colour, marker=marker, markersize=3.5, label=arm)
+        low, high = [mean - half for mean, half in bars], [mean + half for mean, half in bars]
+        axes.fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_ylim(0, 1)
@@ -141,26 +134,17 @@ def _trace(axes: Axes, entries: pd.DataFrame, x: str, y: str, arms: Sequence[str
 
 def _ratios(table: pd.DataFrame) -> Figure:
     figure = new_figure(2)
+    shared = _with_shared_start(table)
+    shared["staleness"] = shared["staleness_last"].round(1)
     for axes, column, words in (
-        (figure.axes[0], "ess_series", "effective sample size / tokens"),
-        (figure.axes[1], "ratio_series", "mean importance ratio"),
+        (figure.axes[0], "ess_last", "effective sample size / tokens"),
+        (figure.axes[1], "ratio_last", "mean importance ratio"),
     ):
-        entries = by_staleness(table, column)
-        curves(axes, entries, x="staleness (versions)", y="value", by="correction", order=_corrections(table))
+        curves(axes, shared, x="staleness", y=column, by="correction", order=_corrections(table))
+        axes.set_xlabel("realised staleness (versions), last quarter of the steps")
         axes.set_ylabel(words)
-    figure.axes[0].set_ylim(0, 1.05)
+        axes.axhline(1.0, color="#555555", linewidth=0.8, linestyle=":")
     return figure
-
-
-def by_staleness(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Mean of a step's figure over the steps whose samples were so stale, for each seed and correction."""
-    entries = long_table(
-        table, {"staleness_series": "staleness (versions)", column: "value"}, ["correction", "seed"]
-    )
-    entries["value"] = entries["value"].astype(float)
-    entries["staleness (versions)"] = entries["staleness (versions)"].round()
-    keys = ["correction", "seed", "staleness (versions)"]
-    return entries.groupby(keys, as_index=False)["value"].mean()
 
 
 def claims(table: pd.DataFrame) -> list[Claim]:
@@ -283,7 +267,7 @@ buys: with 1 or more the trainer never waits for generation.
 steps and against virtual seconds. The reward is that of the samples which a step consumed, so of an older
 policy: a collapse shows in it a bound's number of steps later than in the accuracy.
 
-**ratios_by_staleness**: over the steps whose samples were so old, Kish's effective sample size of the token
+**ratios_by_staleness**: in the last quarter of a run's steps, Kish's effective sample size of the token
 ratios pi / mu, as a share of the tokens, and their mean. 1 is on-policy; every run passes through all
 staleness values up to its bound while the pipeline fills.
 
