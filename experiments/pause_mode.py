@@ -79,9 +79,9 @@ def pause_figures(records: Sequence[Record]) -> dict[str, Setting]:
     """What the pauses cost.
 
     ``lost_tokens``: decoded tokens that are in no answer, and tokens of answers that are in no sample that
-    was completed of them. ``prefilled_again``: prompt tokens of continuations that no cache had, and tokens that
-    were recomputed in place. ``kv_age_mean``: versions between a token and the oldest KV entry that it was
-    decoded on.
+    was completed of them. ``prefilled_again``: prompt tokens of continuations that no cache had, and
+    tokens that were recomputed in place. ``kv_age_mean``: versions between a token and the oldest KV entry
+    that it was decoded on.
     """
     events = [record.event for record in records]
     cleared = any(event.clear_cache for event in events if isinstance(event, EnginePaused))
@@ -114,7 +114,7 @@ def _lost_in_engines(records: Sequence[Record], *, cleared: bool) -> int:
     """Tokens that model steps decoded and no answer has, or has in excess.
 
     A step that ends a prefill samples a token that its record does not count as decoded: one for each
-    request, and for each version where caches are cleared. The end of the run may catch every request in a step.
+    request, and for each version where caches are cleared. The end of the run may catch requests in a step.
     """
     ended_s = max(record.t for record in records if isinstance(record.event, OptimizerStepApplied))
     decoded = answered = caught = 0

@@ -47,11 +47,11 @@ def records_of(scenario: Scenario, *, checked: bool = False) -> list[Record]:
     return records
 
 
-def cluster_figures(records: Iterable[Record]) -> dict[str, Setting]:
+def cluster_figures(records: Iterable[Record], *, warm_steps: int = WARM_STEPS) -> dict[str, Setting]:
     """What a run cost and how stale it was.
 
-    ``tokens_per_s`` counts tokens of consumed samples. Rates and shares are over the time from the end of the
-    second optimizer step to the end of the last; staleness is a mean over consumed groups of its steps.
+    ``tokens_per_s`` counts tokens of consumed samples. Rates and shares are over the time from the end of
+    optimizer step ``warm_steps`` to the end of the last; staleness is a mean over groups consumed then.
     Of the ``decoded_tokens``, ``consumed_tokens`` are in samples that were trained on, ``dropped_tokens`` in
     samples that were finished and thrown away before the end; the others were cut off. ``recomputed_tokens``
     were prefilled again after a pause or a preemption; no decoded token is in them.
@@ -59,7 +59,7 @@ def cluster_figures(records: Iterable[Record]) -> dict[str, Setting]:
     tally = _Tally()
     for record in records:
         tally.see(record)
-    return tally.figures()
+    return tally.figures(warm_steps)
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ class _Tally:
             case MemberDied():
                 self.deaths += 1
 
-    def figures(self) -> dict[str, Setting]:
-        first = min(WARM_STEPS, len(self.applied_s) - 1)
+    def figures(self, warm_steps: int) -> dict[str, Setting]:
+        first = min(warm_steps, len(self.applied_s) - 1)
         began_s, ended_s = self.applied_s[first - 1] if first else 0.0, self.applied_s[-1]
         window_s = max(ended_s - began_s, 1e-9)
         groups = [group for step in self.consumed[first:] for group in step]
