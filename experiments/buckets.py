@@ -248,8 +248,9 @@ def _second_buffer(table: pd.DataFrame) -> Claim:
 READING = """
 **sync_time**: one whole sync (bind, pack, transfer, verify, load), the fastest of a round, against bucket
 size: the median round, with whiskers to the fastest and the slowest. Lines are the fits of `t = buckets x
-overhead + bytes / bandwidth` to the fastest rounds; the legend names the two costs. To the left the overhead of many buckets decides, to the right the bytes; with large buckets the
-first pack and the last load overlap nothing.
+overhead + bytes / bandwidth` to the fastest rounds; the legend names the two costs. To the left the
+overhead of many buckets decides, to the right the bytes; with large buckets the first pack and the last
+load overlap nothing.
 
 **phases**: each phase of the fastest round, summed over the buckets. With one buffer they follow each other
 and add up to the total (the mark); with two they overlap, `wire` includes waiting for the receiver, and the

@@ -21,7 +21,7 @@ from grpo_lab.harness.plots import COLOURS, MARKERS, curves, interval, new_figur
 from grpo_lab.harness.recipe import Recipe, recipe_with
 
 NAME = "staleness_vs_reward"
-SMALL = {"bound": (2, 8), "correction": ("none", "tis", "clip"), "learning_rate": (1e-4,), "steps": (28,)}
+SMALL = {"bound": (2, 8), "correction": ("none", "tis", "clip"), "learning_rate": (5e-5,), "steps": (28,)}
 FULL = {
     "bound": (1, 2, 4, 8, 16),
     "correction": ("none", "clip", "tis", "decoupled", "mis", "icepop"),

@@ -36,7 +36,7 @@ LEARNING = recipe_with(
     },
     RECIPES["quickstart"][1],
 )
-"""Half the quickstart's batch: the smallest in which staleness shows within 30 steps, at a rate of 1e-4."""
+"""Half the quickstart's batch: staleness shows within 30 steps."""
 LAST_SHARE = 0.25
 FAST_ENGINES = Speeds(
     engine_step_s=0.03, engine_sequence_s=2e-5, trainer_step_s=0.5, trainer_token_s=1.5e-4, link_s=1e-4
