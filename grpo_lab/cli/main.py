@@ -62,6 +62,9 @@ COMMANDS = {
     ),
     "bench": Command("measure on this machine: bench pack, bench sync", "grpo_lab.cli.bench"),
     "sweep": Command("run an experiment's grid and draw its figures", "grpo_lab.cli.sweep", "sweep"),
+    "calibrate": Command("fit the simulation's times to a real run", "grpo_lab.cli.calibrate", "calibrate"),
+    "validate": Command("predict a held-out run, print the error", "grpo_lab.cli.validate", "validate"),
+    "tune": Command("search a recipe's fields in simulation", "grpo_lab.cli.tune", "tune"),
     "doctor": Command("say what this machine can do and what is missing", "grpo_lab.cli.doctor", "doctor"),
 }
 

@@ -5,7 +5,7 @@ The step of an engine takes
     base_s + prefill_token_s * prefill tokens + sequence_s * sequences + context_token_s * context tokens
            + admitted_s * requests admitted meanwhile + finished_s * requests that the step before ended,
 
-times ``1 + trainer_slowdown`` while the trainer computes; an optimizer step takes ``base_s + token_s * tokens``,
+times ``1 + trainer_slowdown`` while the trainer computes; an optimizer step ``base_s + token_s * tokens``,
 times ``1 + engine_slowdown`` for each engine that computes meanwhile.
 """
 
@@ -47,7 +47,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class EngineStepFit:
-    """``jitter``: a step takes up to this part more or less. ``relative_rms``: residuals over the mean step."""
+    """``jitter``: a step takes up to this part more or less. ``relative_rms``: residuals over the mean."""
 
     base_s: float
     prefill_token_s: float
@@ -63,8 +63,9 @@ class EngineStepFit:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStepFit:
-    """``computed_share`` of the tokens of consumed samples, prompts included, are in the forward-backward passes
-    (groups without signal are not). ``overhead_s`` passes between steps besides syncs and waiting.
+    """``computed_share`` of the consumed tokens, prompts included, are in the passes (groups without signal are
+    not). ``overhead_s`` passes between steps besides syncs and waiting. ``token_error_s`` is the
+    standard error of ``token_s``: steps that are all alike do not tell it from ``base_s``.
     """
 
     base_s: float
@@ -73,16 +74,21 @@ class TrainerStepFit:
     computed_share: float
     overhead_s: float
     cv: float
+    token_error_s: float
     n: int
     relative_rms: float
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFit:
-    """Requests leave the worker, and answers reach it, one after the other, each in so many seconds."""
+    """The worker takes one thing after the other: ``dispatch_s`` to send a request, which arrives
+    ``request_latency_s`` later, ``reply_s`` for an answer, which was ``reply_latency_s`` on its way.
+    """
 
     dispatch_s: float
+    request_latency_s: float
     reply_s: float
+    reply_latency_s: float
     n: int
 
 
@@ -90,8 +96,8 @@ class RequestFit:
 class SyncFit:
     """A sync takes ``other + pause + transfer + resume``, and the model step that the pause waits for.
 
-    ``transfer`` is without ``bucket_s + byte_s * bytes`` for each bucket. Where all buckets are of one size only
-    their mean time is known: ``byte_s`` is 0 then, and ``two_term`` false.
+    ``transfer`` is without ``bucket_s + byte_s * bytes`` for each bucket. Where all buckets are of one size
+    only their mean time is known: ``byte_s`` is 0 then, and ``two_term`` false.
     """
 
     other: Spread
@@ -116,8 +122,8 @@ class SyncFit:
 
 @dataclass(frozen=True, slots=True)
 class LengthFit:
-    """Completion lengths in tokens: quantiles at equal steps up to ``tail_from``, beyond it a generalised Pareto
-    tail over ``threshold`` (fitted with completions cut at their longest as censored).
+    """Completion lengths in tokens: quantiles at equal steps up to ``tail_from``, beyond it a generalised
+    Pareto tail over ``threshold`` (completions that were cut at their longest count as censored).
 
     ``within_group_correlation`` is between normal scores of two samples of one prompt.
     """
@@ -195,7 +201,9 @@ class Calibration:
         try:
             row = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"{path}: no calibration can be read ({error}). Make one: calibrate RUN") from error
+            raise DataError(
+                f"{path}: no calibration can be read ({error}). Make one: calibrate RUN"
+            ) from error
         if row.pop("schema", None) != SCHEMA:
             raise DataError(f"{path}: no calibration of schema {SCHEMA}. Make one: grpo-lab calibrate RUN")
         try:

@@ -1,8 +1,8 @@
 """A simulated cluster with calibrated times: the protocol's own code, a light trainer, measured durations.
 
-Besides what each part costs alone it has what they cost each other on shared cores: a model step is slower while
-the trainer computes, an optimizer step while engines do, requests hold the engine up when they arrive and
-when they are answered, and the worker sends and takes one at a time.
+Besides what each part costs alone it has what they cost each other on shared cores: a model step is slower
+while the trainer computes, an optimizer step while engines do, requests hold the engine up when they arrive
+and when they are answered, and the worker sends and takes one at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What to simulate: the scenario, whose own times do not count, and the size of a bucket of the weights."""
+    """What to simulate: the scenario, whose own times do not count, and the bucket size of the weights."""
 
     scenario: Scenario
     bucket_bytes: int
@@ -65,16 +65,16 @@ def simulate_calibrated(cluster: Cluster, calibration: Calibration, *, checked: 
 
 
 class Line:
-    """A server that takes one after the other, each for ``service_s``."""
+    """The worker's loop: it takes one thing after the other."""
 
-    def __init__(self, service_s: float) -> None:
-        self._service_s = service_s
+    def __init__(self) -> None:
         self._free_s = 0.0
 
-    async def passed(self) -> None:
+    async def passed(self, service_s: float, latency_s: float) -> None:
+        """Waits for its turn, is served, and is ``latency_s`` on its way."""
         now_s = asyncio.get_running_loop().time()
-        self._free_s = max(now_s, self._free_s) + self._service_s
-        await asyncio.sleep(self._free_s - now_s)
+        self._free_s = max(now_s, self._free_s) + service_s
+        await asyncio.sleep(self._free_s - now_s + latency_s)
 
 
 @dataclass(slots=True)
@@ -85,15 +85,10 @@ class Machine:
     calibration: Calibration
     training: bool = False
     stepping: int = 0
-    out: Line = field(init=False)
-    back: Line = field(init=False)
+    line: Line = field(default_factory=Line)
     _sources: dict[str, random.Random] = field(default_factory=dict)
     _lengths: dict[str, int] = field(default_factory=dict)
     _shared: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.out = Line(self.calibration.requests.dispatch_s)
-        self.back = Line(self.calibration.requests.reply_s)
 
     def draw(self, what: str, spread: Spread) -> float:
         """Seconds of a gamma distribution with this mean and deviation, from a source of ``what``'s own."""
@@ -110,7 +105,7 @@ class Machine:
     def length(self, sample: str) -> int:
         """Tokens of a completion: a Gaussian copula gives samples of one group their correlation."""
         if sample not in self._lengths:
-            group, seed = sample.split(".s")[0], self.cluster.scenario.seed
+            group, seed = sample.split(".s", maxsplit=1)[0], self.cluster.scenario.seed
             rho = self.calibration.lengths.within_group_correlation
             if group not in self._shared:
                 self._shared[group] = random.Random(f"{seed} lengths {group}").gauss()
@@ -163,14 +158,13 @@ class CalibratedCore(EngineCore):
         loop, fit = asyncio.get_running_loop(), self._fit
         idle_s = loop.time() - self._ended_s
         answering_s = max(0.0, self._finished * fit.finished_s - idle_s)
-        self._admitted = self._finished = 0
+        self._finished = 0
         self.machine.stepping += 1
         try:
             await asyncio.sleep((self._duration_s(plan) + answering_s) * self._slowdown)
-            while self._admitted:
-                held_up_s, self._admitted = self._admitted * fit.admitted_s, 0
-                if held_up_s > 0:
-                    await asyncio.sleep(held_up_s * self._slowdown)
+            # Those that come while these are taken in hold up the next step: else a burst would be one step.
+            held_up_s, self._admitted = self._admitted * fit.admitted_s, 0
+            await asyncio.sleep(held_up_s * self._slowdown)
         finally:
             self.machine.stepping -= 1
             self._ended_s = loop.time()
@@ -190,9 +184,10 @@ class CalibratedEngine(SimulatedEngine):
     machine: Machine
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        await self.machine.out.passed()
+        fit, line = self.machine.calibration.requests, self.machine.line
+        await line.passed(fit.dispatch_s, fit.request_latency_s)
         completion = await super().generate(request)
-        await self.machine.back.passed()
+        await line.passed(fit.reply_s, fit.reply_latency_s)
         return completion
 
     async def start_id(self) -> str:

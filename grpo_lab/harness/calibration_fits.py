@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,16 @@ from grpo_lab.harness.calibration_trace import Floats, RunTrace, Sample
 WARM_STEPS = 2
 """Optimizer steps at the start that no fit sees: caches are cold, queues fill."""
 MIN_OPTIMIZER_STEPS, MIN_ENGINE_STEPS, MIN_SAMPLES, MIN_SYNCS = 8, 100, 100, 3
-MIN_VARIATION = 0.05  # of a share of time, below which a slowdown cannot be told from a longer step
+MIN_VARIATION = 0.1  # of a share of time, below which a slowdown cannot be told from a longer step
+MIN_PURE, MIN_PURE_SHARE = 10, 0.03  # rows near either end of the shares, for the same reason
+MIN_SIZE_VARIATION = 0.05  # of bucket sizes, for the same reason
 QUANTILES = 101
 TAIL_FROM = 0.9
 MIN_TAIL = 30  # samples beyond the threshold
 
 
 def fit(traces: Sequence[RunTrace], source: Source) -> Calibration:
-    """Fits everything. Raises ``DataError`` for traces that are too short, saying what there is too little of."""
+    """Fits everything. Raises ``DataError``, saying what there is too little of in the traces."""
     _require_enough(traces)
     return Calibration(
         source=source,
@@ -57,9 +59,7 @@ def _require_enough(traces: Sequence[RunTrace]) -> None:
     }
     short = [f"{have} {name} (at least {need})" for name, (have, need) in found.items() if have < need]
     if short:
-        raise DataError(
-            f"too short a trace to calibrate from: {', '.join(short)}. Run more steps; engines must write events"
-        )
+        raise DataError(f"too short a trace to calibrate from: {', '.join(short)}. Run more steps")
 
 
 # -- steps ---------------------------------------------------------------------------------------------------
@@ -84,7 +84,10 @@ def fit_engine_steps(traces: Sequence[RunTrace]) -> EngineStepFit:
 def fit_trainer_steps(traces: Sequence[RunTrace]) -> TrainerStepFit:
     steps = [step for trace in traces for step in trace.trainer_steps[WARM_STEPS:]]
     busy = np.concatenate(
-        [trace.engines_busy([(s.begin_s, s.end_s) for s in trace.trainer_steps[WARM_STEPS:]]) for trace in traces]
+        [
+            trace.engines_busy([(s.begin_s, s.end_s) for s in trace.trainer_steps[WARM_STEPS:]])
+            for trace in traces
+        ]
     )
     tokens = np.array([step.tokens for step in steps])
     seconds = np.array([step.duration_s for step in steps])
@@ -97,9 +100,14 @@ def fit_trainer_steps(traces: Sequence[RunTrace]) -> TrainerStepFit:
         computed_share=_computed_share(traces),
         overhead_s=float(np.mean([step.overhead_s for step in steps])),
         cv=cv,
+        token_error_s=float(np.std(seconds - predicted) / max(tokens.std() * math.sqrt(len(steps)), 1e-12)),
         n=len(steps),
         relative_rms=rms,
     )
+
+
+def _busy(trace: RunTrace) -> Floats:
+    return trace.engines_busy([(step.begin_s, step.end_s) for step in trace.trainer_steps[WARM_STEPS:]])
 
 
 def _computed_share(traces: Sequence[RunTrace]) -> float:
@@ -116,25 +124,49 @@ def _computed_share(traces: Sequence[RunTrace]) -> float:
 def fit_slowed(features: Floats, share: Floats, seconds: Floats) -> tuple[list[float], float, Floats]:
     """``seconds ~ (features @ x) * (1 + c * share)``, x and c not negative: (x, c, fitted seconds).
 
-    Without enough variation of ``share`` c is 0, and x has the mean slowdown in it. Squared errors, so that
-    the sum of the fitted times is right also where noise is one-sided.
+    c is 0, and x has the mean slowdown in it, unless both shares near the least and near the largest occur
+    often enough. Noise grows with the time, so errors are weighted by 1 / (fitted + mean); at last all is
+    scaled so that the fitted times add up to the measured ones.
     """
     scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
     scaled = features / scale
-    start, _ = nnls(scaled, seconds)
-    if share.std() < MIN_VARIATION or len(seconds) <= features.shape[1] + 1:
-        return [float(x) for x in start / scale], 0.0, scaled @ start
-    unit = max(float(seconds.mean()), 1e-12)
+    rows = _pure(share)
+    slowed = rows is not None and rows.sum() > 2 * features.shape[1]
+    some, some_share, some_s = (
+        (scaled[rows], share[rows], seconds[rows]) if slowed else (scaled, share, seconds)
+    )
+    x, c = nnls(some, some_s)[0], 0.0
+    for _ in range(3):
+        weight = 1.0 / ((some @ x) * (1.0 + c * some_share) + some_s.mean() + 1e-12)
+        if slowed:
+            x, c = _solved(some, some_share, some_s, weight, x)
+        else:
+            x = nnls(some * weight[:, None], some_s * weight)[0]
+    fitted = (scaled @ x) * (1.0 + c * share)
+    factor = seconds.sum() / max(fitted.sum(), 1e-12)
+    return [float(value) for value in x * factor / scale], float(c), fitted * factor
 
+
+def _pure(share: Floats) -> Any:
+    """Which rows tell a slowdown from a longer time: those near the ends of the range, if enough are."""
+    low, high = share < share.min() + MIN_VARIATION, share > share.max() - MIN_VARIATION
+    enough = max(MIN_PURE, MIN_PURE_SHARE * len(share))
+    apart = share.max() - share.min() > 2 * MIN_VARIATION
+    return low | high if apart and min(low.sum(), high.sum()) >= enough else None
+
+
+def _solved(
+    features: Floats, share: Floats, seconds: Floats, weight: Floats, start: Floats
+) -> tuple[Floats, float]:
     def residuals(x: Floats) -> Floats:
-        found: Floats = ((scaled @ x[:-1]) * (1.0 + x[-1] * share) - seconds) / unit
+        found: Floats = ((features @ x[:-1]) * (1.0 + x[-1] * share) - seconds) * weight
         return found
 
-    guess = np.concatenate([np.maximum(start, 1e-9), [0.1]])
-    found = least_squares(residuals, guess, bounds=(0.0, np.inf), x_scale=np.maximum(guess, unit * 1e-3))
-    x, slowdown = found.x[:-1], float(found.x[-1])
-    fitted: Floats = (scaled @ x) * (1.0 + slowdown * share)
-    return [float(value) for value in x / scale], slowdown, fitted
+    guess = np.concatenate([np.maximum(start, 1e-6 * seconds.mean()), [0.1]])
+    found = least_squares(
+        residuals, guess, bounds=(0.0, np.inf), x_scale=np.maximum(guess, 1e-3 * seconds.mean())
+    )
+    return found.x[:-1], float(found.x[-1])
 
 
 def _residuals(seconds: Floats, predicted: Floats) -> tuple[float, float]:
@@ -148,31 +180,57 @@ def _residuals(seconds: Floats, predicted: Floats) -> tuple[float, float]:
 
 
 def fit_requests(traces: Sequence[RunTrace]) -> RequestFit:
-    """Time in which at least one request was on its way, over their number: the rate of the line's server."""
-    out_s = back_s = 0.0
-    sent = answered = 0
+    """From dispatch to the engine's queue, and from the engine's last word to the worker's hands."""
+    ways = []
     for trace in traces:
-        ways = [
-            (request.dispatched_s, request.admitted_s)
-            for request in trace.requests.values()
-            if request.admitted_s >= request.dispatched_s
+        rows = [(r.dispatched_s, r.admitted_s, 0.0) for r in trace.requests.values()]
+        rows += [
+            (r.finished_s, trace.samples[name].completed_s, 1.0)
+            for name, r in trace.requests.items()
+            if name in trace.samples
         ]
-        replies = [
-            (request.finished_s, trace.samples[name].completed_s)
-            for name, request in trace.requests.items()
-            if name in trace.samples and trace.samples[name].completed_s >= request.finished_s
-        ]
-        out_s, sent = out_s + _covered_s(ways), sent + len(ways)
-        back_s, answered = back_s + _covered_s(replies), answered + len(replies)
-    return RequestFit(out_s / max(sent, 1), back_s / max(answered, 1), sent)
+        ways.append(np.array(sorted(row for row in rows if row[1] >= row[0])).reshape(-1, 3))
+    return fit_line(ways)
 
 
-def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    total_s, until_s = 0.0, -math.inf
-    for begin_s, end_s in sorted(spans):
-        total_s += max(0.0, end_s - max(begin_s, until_s))
-        until_s = max(until_s, end_s)
-    return total_s
+def fit_line(ways: Sequence[Floats]) -> RequestFit:
+    """The worker takes one thing after the other, requests (kind 0) and answers (kind 1), each kind with a
+    service time; a constant time on the way is added.
+
+    Each of ``ways`` has rows (entered, left, kind) in order of entering. Service times are those with the least
+    absolute error of the delays, which single stalls do not move; the constant is the median of what is left.
+    """
+    delays = np.concatenate([rows[:, 1] - rows[:, 0] for rows in ways])
+    kinds = np.concatenate([rows[:, 2] for rows in ways]) > 0
+    if not len(delays):
+        return RequestFit(0.0, 0.0, 0.0, 0.0, 0)
+
+    def left_over(services_s: Floats) -> Floats:
+        waits = [line_s(rows[:, 0], np.where(rows[:, 2] > 0, services_s[1], services_s[0])) for rows in ways]
+        return delays - np.concatenate(waits)
+
+    def constant(left: Floats) -> float:
+        return max(0.0, float(np.median(left))) if len(left) else 0.0
+
+    def loss(logs: Floats) -> float:
+        left = left_over(np.exp(logs))
+        parts = (left[~kinds], left[kinds])
+        return float(sum(np.abs(part - constant(part)).sum() for part in parts) / len(left))
+
+    starts = [np.log([first, second]) for first in (1e-5, 2e-4, 1e-3) for second in (1e-5, 2e-4, 1e-3)]
+    start = min(starts, key=loss)
+    best = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-9})
+    services = np.exp(best.x)
+    left = left_over(services)
+    out, back = constant(left[~kinds]), constant(left[kinds])
+    return RequestFit(float(services[0]), out, float(services[1]), back, int((~kinds).sum()))
+
+
+def line_s(entered_s: Floats, service_s: Floats) -> Floats:
+    """Seconds that each spends in a line with a single server, first come, first served (Lindley 1952)."""
+    done = np.cumsum(service_s)
+    left: Floats = np.maximum.accumulate(entered_s - (done - service_s)) + done
+    return left - entered_s
 
 
 def fit_rewards(traces: Sequence[RunTrace]) -> Spread:
@@ -213,7 +271,7 @@ def fit_buckets(nbytes: Floats, seconds: Floats) -> tuple[float, float, bool]:
     """(overhead of a bucket, seconds of a byte, whether sizes vary enough to tell the two apart)."""
     if len(nbytes) < MIN_SYNCS:
         return 0.0, 0.0, False
-    if nbytes.std() < MIN_VARIATION * nbytes.mean():
+    if nbytes.std() < MIN_SIZE_VARIATION * nbytes.mean():
         return float(np.mean(seconds)), 0.0, False
     features = np.stack([np.ones(len(nbytes)), nbytes / nbytes.max()], axis=1)
     (bucket_s, largest_s), _ = nnls(features, seconds)
@@ -256,7 +314,9 @@ def fit_lengths(samples: Sequence[Sample]) -> LengthFit:
 def quantiles(values: Any, last: float) -> tuple[float, ...]:
     """At ``QUANTILES`` equal steps from 0 to ``last``, each one that occurs."""
     array = np.asarray(values, dtype=float)
-    found = np.quantile(array, np.linspace(0.0, last, QUANTILES), method="inverted_cdf") if len(array) else [1.0]
+    found = (
+        np.quantile(array, np.linspace(0.0, last, QUANTILES), method="inverted_cdf") if len(array) else [1.0]
+    )
     return tuple(float(value) for value in found)
 
 

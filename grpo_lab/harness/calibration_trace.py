@@ -7,6 +7,7 @@ known.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -90,9 +91,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineSteps:
-    """Model steps, one number each: ``seconds`` with the gap before it where the engine went on working, its
-    batch, requests ``admitted`` while it ran and ``finished`` by the step just before it, and the share of its
-    time in which the trainer was computing (``training``).
+    """Model steps, a row each: ``seconds`` with the gap before it where the engine went on working, its
+    batch, requests ``admitted`` while it ran and ``finished`` by the step just before it, and the share of
+    its time in which the trainer was computing (``training``).
     """
 
     seconds: Floats
@@ -105,7 +106,7 @@ class EngineSteps:
 
 
 class RunTrace:
-    """Feed it records with ``see``; ``finish`` once. Canary and evaluation requests count in engine steps only."""
+    """What the records say. Canary and evaluation requests count in engine steps only."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.declared: RunDeclared | None = None
@@ -191,7 +192,7 @@ class RunTrace:
         self.trainer_steps.append(step)
 
     def _end_sync(self, event: SyncEnded) -> None:
-        states, self._states = dict((name, t) for t, name in self._states), []
+        states, self._states = {name: t for t, name in self._states}, []
         paused, self._paused = self._paused, []
         received, self._received = self._received, defaultdict(list)
         total_s = event.phases_s.get("total", 0.0)
@@ -208,7 +209,7 @@ class RunTrace:
         buckets = [
             (size, t - before)
             for arrivals in received.values()
-            for (before, _), (t, size) in zip(arrivals, arrivals[1:], strict=False)
+            for (before, _), (t, size) in itertools.pairwise(arrivals)
         ]
         self.syncs.append(
             SyncTimes(total_s, pause_s, transfer_s, resume_s, other_s, self._published, buckets)
