@@ -16,7 +16,7 @@ from rich.table import Table
 import grpo_lab
 from grpo_lab.check import CheckResult, check_trace, merge_to
 from grpo_lab.errors import GrpoLabError
-from grpo_lab.events import GroupAdmitted, GroupConsumed, GroupDropped, GroupQueued, Record
+from grpo_lab.events import GroupAdmitted, GroupConsumed, GroupDropped, GroupQueued, MemberDied, Record
 from grpo_lab.harness.run_dir import RunDir, source_commit
 from grpo_lab.ports import Recorder
 from grpo_lab.report.files import read_trace, write_report
@@ -76,16 +76,24 @@ def unfinished_samples(records: Iterable[Record]) -> tuple[int, int]:
 
 
 def end_lost_groups(records: Iterable[Record], recorder: Recorder) -> None:
-    """Drops the groups that were admitted and never ended: whoever had them died without a word."""
+    """Drops the groups that a worker had when it died without a word. What one lost that lived to the end is
+    its own to tell (S20).
+    """
     open_groups: dict[str, GroupAdmitted] = {}
+    admitted_by: dict[str, str] = {}
     newest: dict[str, str] = {}
+    dead: set[str] = set()
     for record in records:
         match record.event:
             case GroupAdmitted() as event:
                 open_groups[event.group] = event
+                admitted_by[event.group] = record.actor
                 newest[record.actor] = record.id
             case GroupConsumed(group=group) | GroupDropped(group=group):
                 open_groups.pop(group, None)
+            case MemberDied(member=member):
+                dead.add(member)
+    open_groups = {name: group for name, group in open_groups.items() if admitted_by[name] in dead}
     for event_id in newest.values():
         recorder.observe(event_id)
     for lost in open_groups.values():

@@ -32,6 +32,7 @@ from grpo_lab.events import (
     VersionCommitted,
 )
 from grpo_lab.recorders import ListRecorder
+from grpo_lab.sim.scenario import TRAINER, WORKER
 
 
 class WatchedRecorder(ListRecorder):
@@ -59,7 +60,8 @@ class Measures:
 class Watch:
     """The trace ends with the record that broke a rule: what comes later is not kept.
 
-    ``open_groups`` are those that were let in and have not ended. ``stop`` is set at a violation; with
+    ``open_groups`` are those that were let in and have not ended, ``lost_groups`` those of them that a worker
+    or trainer had when it died. ``stop`` is set at a violation; with
     ``only``, at one of these rules, and ``passed_over`` counts those of others.
     """
 
@@ -70,6 +72,7 @@ class Watch:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     violation: Violation | None = None
     open_groups: dict[str, GroupAdmitted] = field(default_factory=dict)
+    lost_groups: dict[str, GroupAdmitted] = field(default_factory=dict)
     measures: Measures = field(default_factory=Measures)
     marks: dict[str, int] = field(default_factory=dict)
     _requests: set[tuple[str, str]] = field(default_factory=set)
@@ -111,6 +114,7 @@ def _group_admitted(watch: Watch, event: GroupAdmitted) -> None:
 
 def _group_consumed(watch: Watch, event: GroupConsumed) -> None:
     watch.open_groups.pop(event.group, None)
+    watch.lost_groups.pop(event.group, None)
     staleness = event.version - min(event.versions_first)
     watch.measures.staleness = max(watch.measures.staleness, staleness)
     if staleness:
@@ -119,6 +123,7 @@ def _group_consumed(watch: Watch, event: GroupConsumed) -> None:
 
 def _group_dropped(watch: Watch, event: GroupDropped) -> None:
     watch.open_groups.pop(event.group, None)
+    watch.lost_groups.pop(event.group, None)
     watch.mark(f"dropped-{event.reason}")
 
 
@@ -190,6 +195,8 @@ def _update_failed(watch: Watch, event: UpdateFailed) -> None:
 def _died(watch: Watch, event: MemberDied) -> None:
     for key in [key for key in watch._requests if key[0] == event.member]:
         watch._requests.discard(key)
+    if event.member in (TRAINER, WORKER):
+        watch.lost_groups.update(watch.open_groups)
     watch.mark(f"died-{event.member.partition('-')[0]}")
 
 

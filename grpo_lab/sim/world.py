@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.check import Checker, CheckResult, Violation
-from grpo_lab.errors import GrpoLabError, InvariantViolation
+from grpo_lab.check import Checker, CheckResult, Violation, check_records
+from grpo_lab.errors import GrpoLabError, InvariantViolation, SimulationBoundExceeded
 from grpo_lab.events import (
     FaultsEnded,
     GroupDropped,
     MemberDied,
     MemberStarted,
     MemberStopped,
+    Reached,
     Record,
     RunDeclared,
     RunEnded,
@@ -55,6 +57,7 @@ LIVENESS_BOUND_S = 240.0
 RESTART_S = 1.0  # after a trainer that ended with an error
 CALM_RESTARTS = 3  # more than that after the last fault: it does not converge
 MAX_CALLBACKS = 5_000_000
+ENDLESS = "bound-of-the-simulation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +97,21 @@ def simulate(
     Raises:
         InvariantViolation: the first one, with the record's place as its last event id; rule
             ``convergence`` when the run did not end in time although no fault struck any more.
-        SimulationError: a deadlock, a livelock, an escape.
+        SimulationError: a deadlock, a livelock, an escape; a run without faults that does not end breaks the
+            rule that it owes, and only if it owes none its bound is exceeded.
     """
     records = [] if records is None else records
     watch = Watch(records, only=only, checker=Checker() if checked else Checker(()))
     parts = Parts(coordinator=coordinator) if parts is None else parts
 
+    clocks: list[Callable[[], float]] = []
+
     async def main(context: SimContext) -> Outcome:
+        clocks.append(context.loop.time)
         return await _watched(World(context, scenario, watch, parts), watch)
 
     result: SimResult[Outcome] | None = None
+    endless: SimulationBoundExceeded | None = None
     try:
         result = run_simulation(
             main,
@@ -116,10 +124,23 @@ def simulate(
         )
     except RunBroken:
         result = None
+    except SimulationBoundExceeded as error:
+        endless = error
+    if endless is not None:
+        owed = _owed(records, clocks[0](), only) if checked else None
+        raise endless if owed is None else violation_error(owed)
     if result is None:
         assert watch.violation is not None
         raise violation_error(watch.violation)
     return result
+
+
+def _owed(records: list[Record], now_s: float, only: frozenset[str] | None) -> Violation | None:
+    """What a run that would not end has left undone. Judged anew: cleaning up wrote records of its own."""
+    at_last = Record(now_s, "run", len(records), (), Reached(mark=ENDLESS))
+    rules = check_records([*records, at_last]).rules
+    found = [item for rule in rules if only is None or rule.id in only for item in rule.violations]
+    return min(found, key=lambda violation: violation.t, default=None)
 
 
 def violation_error(violation: Violation) -> InvariantViolation:
@@ -318,8 +339,10 @@ class World:
                 )
 
     def _end_lost_groups(self) -> None:
-        """Samples never outlive their term: what the dead had is accounted for by the supervisor."""
-        for group in list(self._watch.open_groups.values()):
+        """Samples never outlive their term: what the dead had is accounted for by the supervisor. What a
+        member lost that lived to the end is its own to tell (S20).
+        """
+        for group in list(self._watch.lost_groups.values()):
             self._run.emit(
                 GroupDropped(
                     term=group.term,
@@ -423,6 +446,7 @@ class World:
 
     def _not_converged(self, message: str) -> None:
         now_s = self._context.now_s
+        self._run.emit(Reached(mark=ENDLESS))  # a silent trace says too little of how long rules waited
         self._judge_all(self._watch.checker.finish())  # a rule that was waiting says more
         self._watch.break_off(Violation("convergence", message, (self._run.last_id,), now_s))
 

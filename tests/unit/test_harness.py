@@ -7,7 +7,7 @@ import pytest
 from grpo_lab.cli import run as cli_run
 from grpo_lab.cli.main import main
 from grpo_lab.errors import EngineError, ModelError
-from grpo_lab.events import GroupAdmitted, GroupDropped, Record
+from grpo_lab.events import GroupAdmitted, GroupDropped, MemberDied, Record
 from grpo_lab.harness import attached
 from grpo_lab.harness.engine_process import ServerCommand, running_engines
 from grpo_lab.harness.outcome import Outcome, _headlines, attempt, end_lost_groups
@@ -92,6 +92,9 @@ def test_groups_of_a_worker_that_died_unseen_are_dropped_by_the_parent():
     events = [admitted(0), ended, admitted(1)]
     records = [Record(float(place), "worker", place, (), event) for place, event in enumerate(events)]
     recorder = ListRecorder("run", lambda: 9.0)
+    end_lost_groups(records, recorder)
+    assert not recorder.records, "a worker that lives has to tell of them itself"
+    records.append(Record(3.0, "trainer", 0, ("worker:2",), MemberDied(member="worker")))
     end_lost_groups(records, recorder)
     (dropped,) = recorder.records
     assert (dropped.event.group, dropped.event.samples) == ("t1.g1", ("t1.g1.s0",))

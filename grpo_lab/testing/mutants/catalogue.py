@@ -6,10 +6,22 @@ import re
 from collections.abc import Sequence
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.testing.mutants import config, coordinator, engine, metrics, packer, ranks, trainer, worker
+from grpo_lab.testing.mutants import (
+    config,
+    coordinator,
+    engine,
+    landing,
+    metrics,
+    packer,
+    ranks,
+    resume,
+    trainer,
+    updates,
+    worker,
+)
 from grpo_lab.testing.mutants.mutant import Mutant
 
-_PARTS = (coordinator, worker, engine, packer, trainer, ranks, metrics, config)
+_PARTS = (coordinator, worker, engine, updates, packer, landing, trainer, resume, ranks, metrics, config)
 
 
 def all_mutants() -> tuple[Mutant, ...]:

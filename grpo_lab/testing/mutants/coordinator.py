@@ -35,10 +35,10 @@ class Patient(Coordinator):
     """No bound on any wait, as where a collective has none."""
 
     def __init__(self, *args: Any) -> None:
-        *others, settings = args
         names = [item.name for item in dataclasses.fields(Timeouts)]
         endless = Timeouts(**dict.fromkeys(names, FOR_EVER_S))
-        super().__init__(*others, dataclasses.replace(settings, timeouts=endless))
+        changed = (*args[:-1], dataclasses.replace(args[-1], timeouts=endless))
+        super().__init__(*changed)
 
 
 class AnswerNotRead(Delivery):

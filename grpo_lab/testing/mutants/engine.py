@@ -9,20 +9,17 @@ from typing import Any
 
 from grpo_lab.engine.core import EngineCore
 from grpo_lab.engine.request import Request, WeightIdentity
-from grpo_lab.engine.rl_state import RlState, Session
 from grpo_lab.engine.settings import RunState
 from grpo_lab.events import (
     CacheHit,
     EnginePaused,
-    WeightWriteBegan,
-    WeightWriteEnded,
 )
 from grpo_lab.sim.network import SimulatedEngine
 from grpo_lab.testing.mutants import spaces
 from grpo_lab.testing.mutants.coordinator import Patient
 from grpo_lab.testing.mutants.mutant import Mutant
-from grpo_lab.testing.mutants.worker import PATIENT, STAYING
-from grpo_lab.types import PauseMode, SyncId
+from grpo_lab.testing.mutants.worker import PATIENT
+from grpo_lab.types import PauseMode
 
 
 class ForgetsAsleep(EngineCore):
@@ -156,9 +153,9 @@ class NamedTooLate(EngineCore):
         self._after = (self._next_step + 2, identity)
 
     async def _step(self) -> None:
-        step, identity = self.__dict__.get("_after", (0, None))
-        if identity is not None and self._next_step >= step:
-            self.identity, self._after = identity, (0, None)
+        waiting: tuple[int, WeightIdentity] | None = self.__dict__.get("_after")
+        if waiting is not None and self._next_step >= waiting[0]:
+            self.identity = self.__dict__.pop("_after")[1]
         await super()._step()
 
 
@@ -326,72 +323,6 @@ class ObeysTheDead(EngineCore):
         self.term = term or self.term
 
 
-class CountsReferences(RlState):
-    """Loading waits until no request refers to the old version, and those are paused until it is loaded.
-
-    Field: miles#2780: the old version is unloaded when its last reference is gone.
-    Planted: finish waits for requests under way; nobody's wait has a bound.
-    Exposed by: pause(keep) with requests under way. L2, L3, L6 (or a deadlock, where nothing else moves).
-    """
-
-    async def _switch(self, session: Session) -> None:
-        while list(self.core.scheduler.in_flight()):
-            await asyncio.sleep(1.0)
-        await super()._switch(session)
-
-
-class HalfLoadedServes(RlState):
-    """After an update that failed half-way the engine is resumed and serves what it has.
-
-    Field: vLLM 0.32's contract: a failed update leaves the model without its weights; it looks healthy
-    until the next request.
-    Planted: a failed update writes what had come into the served weights.
-    Exposed by: a bad bucket. S15.
-    """
-
-    def _close_session(self, session: Session, reason: str) -> None:
-        if self._session is session and session.hashes:
-            name = self.core.config.name
-            place = {"engine": name, "term": session.sync.term, "version": session.sync.version}  # type: ignore[union-attr]
-            self.core.recorder.emit(WeightWriteBegan(**place))
-            self.core.recorder.emit(WeightWriteEnded(**place, complete=False))
-        super()._close_session(session, reason)
-
-
-class AppliesAgain(RlState):
-    """A finish that is asked for again is applied again.
-
-    Own case: the answer was lost, not the work.
-    Planted: the identity of what is loaded is not looked at.
-    Exposed by: a finish that arrives twice. S14.
-    """
-
-    async def finish(self, label: str | None, sync: SyncId | None = None, term: int = 0) -> None:
-        session = self._session or self.__dict__.get("_before")
-        if session is not None and self._session is None:
-            self._session = session
-        self._before = session
-        identity = self.core.identity
-        if sync is not None and identity.label == str(sync):
-            self.core.identity = WeightIdentity(identity.term, identity.version, "again")
-        await super().finish(label, sync, term)
-
-
-class NeverActivates(RlState):
-    """The engine says yes to every update and serves what it had.
-
-    Own case: it was configured with another update route, which answers 200.
-    Planted: from the second version on, finish returns without a switch; engine-0 only.
-    Exposed by: any run that lasts. L1, S11.
-    """
-
-    async def finish(self, label: str | None, sync: SyncId | None = None, term: int = 0) -> None:
-        if self.core.config.name == "engine-0" and sync is not None and sync.version > 1:
-            self._session = None
-            return
-        await super().finish(label, sync, term)
-
-
 class ResumesInWordsOnly(EngineCore):
     """A resume is acknowledged, and nothing is resumed.
 
@@ -420,22 +351,12 @@ MUTANTS = (
     Mutant("M22-b", ("S4",), spaces.LONG_REQUESTS, NamedTooEarly, {"core": NamedTooEarly}),
     Mutant("M22-c", ("S4",), spaces.LONG_REQUESTS, NamedTooLate, {"core": NamedTooLate}),
     Mutant("M27", ("S31", "S2"), spaces.DYING_ENGINE, ServesUnsynced, {"core": ServesUnsynced}),
-    Mutant(
-        "M31",
-        ("L2", "L3", "L6", "deadlock"),
-        spaces.LONG_REQUESTS,
-        CountsReferences,
-        {"rl": CountsReferences, "coordinator": Patient, **PATIENT},
-    ),
     Mutant("M40-a", ("S7",), spaces.LONG_REQUESTS, AcknowledgesAtOnce, {"core": AcknowledgesAtOnce}),
     Mutant("M40-b", ("S8",), spaces.QUIET, StageBehind, {"core": StageBehind}),
     Mutant("M41", ("S16",), spaces.LONG_REQUESTS, AdmitsInTheUpdate, {"core": AdmitsInTheUpdate}),
     Mutant("M44", ("S16", "S7"), spaces.SCHEDULES, PauseRacesTheStep, {"core": PauseRacesTheStep}),
-    Mutant("M50", ("S15",), spaces.FAILED_SYNCS, HalfLoadedServes, {"rl": HalfLoadedServes}),
     Mutant("M51", ("S4", "S6", "S18"), spaces.QUIET, FinishedWithoutAName, {"core": FinishedWithoutAName}),
     Mutant("M52", ("S16",), spaces.QUIET, ModeIgnored, {"client": ModeIgnored}),
     Mutant("M56", ("S12",), spaces.DELAYED_TERM, ObeysTheDead, {"core": ObeysTheDead}),
-    Mutant("M58-a", ("S14",), spaces.REPEATED_CALLS, AppliesAgain, {"rl": AppliesAgain}),
     Mutant("M79", ("L2",), spaces.SLOW_TRAINER, ResumesInWordsOnly, {"core": ResumesInWordsOnly, **PATIENT}),
-    Mutant("M67", ("L1",), spaces.SLOW_TRAINER, NeverActivates, {"rl": NeverActivates, **STAYING}),
 )

@@ -17,7 +17,7 @@ from grpo_lab.engine.sampling import sample
 from grpo_lab.events import Event, LogprobGapMeasured, MemoryMeasured, Record, RunDeclared
 from grpo_lab.sim.scenario import Failure
 from grpo_lab.testing.mutants import spaces
-from grpo_lab.testing.mutants.clusters import Clusters
+from grpo_lab.testing.mutants.clusters import Clusters, varied
 from grpo_lab.testing.mutants.mutant import Finding, Mutant, Only
 from grpo_lab.trainer.protocols import SyncOutcome
 from grpo_lab.trainer.term import TrainingTerm
@@ -162,7 +162,7 @@ class BuffersPerSync(PackedSource):
 
 FORTY_SYNCS = Clusters(
     "forty syncs",
-    spaces.varied(
+    varied(
         dataclasses.replace(
             spaces.BASE,
             engines=1,

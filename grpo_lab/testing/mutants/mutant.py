@@ -36,7 +36,8 @@ class Fixture(Protocol[C]):
     ``passed_over``. Detection reads the trace, or the outcome, and knows nothing of the plant.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def cases(self) -> st.SearchStrategy[C]: ...
 

@@ -6,113 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import strategies as st
+
 from grpo_lab.events import OptimizerStepApplied, StepPlanned
-from grpo_lab.protocol.cursor import PromptCursorLedger
 from grpo_lab.protocol.rollout_worker import RolloutWorker
 from grpo_lab.protocol.staleness import GroupBuffer
-from grpo_lab.sim.light_trainer import CheckpointStore, Cut, LightTrainer
+from grpo_lab.sim.light_trainer import LightTrainer
 from grpo_lab.testing.mutants import spaces
-from grpo_lab.testing.mutants.clusters import Clusters
+from grpo_lab.testing.mutants.clusters import Clusters, varied
 from grpo_lab.testing.mutants.mutant import Mutant
-from grpo_lab.testing.mutants.worker import STAYING, PatientTerm
-from grpo_lab.trainer.protocols import SyncOutcome
 from grpo_lab.trainer.step import group_consumed
 from grpo_lab.trainer.term import TrainingTerm
-from grpo_lab.types import CursorState, RolloutGroup
+from grpo_lab.types import RolloutGroup
 
 
 def with_buffer(buffer: type[GroupBuffer], base: type[TrainingTerm] = TrainingTerm) -> dict[str, Any]:
     return {"term": type("Term", (base,), {"buffer_type": buffer})}
-
-
-def with_store(change: Any) -> dict[str, Any]:
-    """A trainer whose checkpoints are changed as they are read."""
-
-    class Store(CheckpointStore):
-        def __init__(self, kept: CheckpointStore) -> None:
-            self._kept = kept
-
-        def save(self, cut: Cut) -> None:
-            self._kept.save(cut)
-
-        def resume(self, fresh: Any) -> Cut:
-            cut = self._kept.resume(fresh)
-            lineage = cut.lineage
-            return cut if not lineage.checkpoint else dataclasses.replace(cut, lineage=change(lineage))
-
-    class Trainer(LightTrainer):
-        def __init__(
-            self, scenario: Any, loop: Any, life: Any, store: Any, *args: Any, **kwargs: Any
-        ) -> None:
-            super().__init__(scenario, loop, life, Store(store), *args, **kwargs)
-
-    return {"trainer": Trainer}
-
-
-class VersionFallsBack:
-    """After a failover the version begins at 1 again; staleness is negative and the filter lets all through.
-
-    Field: miles#2244, #2835: the counter lives in the process that died.
-    Planted: a resumed run begins with version 0 and its optimizer steps.
-    Exposed by: a trainer that dies. S1, S18.
-    """
-
-    @staticmethod
-    def change(lineage: Any) -> Any:
-        return dataclasses.replace(lineage, version=0, checkpoint="")
-
-
-class CutIsMixed:
-    """A resume takes weights and version from two moments.
-
-    Field: miles#2835, in its second form: the version comes from the tracker's file, the rest from the
-    checkpoint.
-    Planted: a resumed run begins one version later than its checkpoint says.
-    Exposed by: a trainer that dies. S27.
-    """
-
-    @staticmethod
-    def change(lineage: Any) -> Any:
-        return dataclasses.replace(lineage, version=lineage.version + 1)
-
-
-class StepsAhead:
-    """A resumed run counts optimizer steps that were never applied.
-
-    Own case: the step is counted before the checkpoint is written, and once more when it is read.
-    Planted: two steps more, without the name of a checkpoint.
-    Exposed by: a trainer that dies. S26, S27.
-    """
-
-    @staticmethod
-    def change(lineage: Any) -> Any:
-        return dataclasses.replace(lineage, optimizer_step=lineage.optimizer_step + 2, checkpoint="")
-
-
-class PromptsSkipped:
-    """A resume skips the prompts that were under way.
-
-    Field: NeMo-RL#2651, #3599: the cursor of the data loader is that of what was dispatched.
-    Planted: the cursor of a checkpoint is three prompts ahead.
-    Exposed by: a trainer that dies. S27.
-    """
-
-    @staticmethod
-    def change(lineage: Any) -> Any:
-        cursor = CursorState(lineage.cursor.low_water + 3, ())
-        return dataclasses.replace(lineage, cursor=cursor)
-
-
-class AllIsStale(GroupBuffer):
-    """A restarted trainer takes everything for stale, for ever.
-
-    Field: marin#1829: after a restart with a version that has fallen back all that comes is dropped.
-    Planted: in a later term ages are ten versions too large.
-    Exposed by: a trainer that dies. L8, L5.
-    """
-
-    def assemble(self, version: int, optimizer_step: int) -> tuple[RolloutGroup, ...] | None:
-        return super().assemble(version + (10 if self._term > 1 else 0), optimizer_step)
 
 
 class SlowAreStarved(GroupBuffer):
@@ -131,9 +40,9 @@ class FreeAdmission(RolloutWorker):
     """Planted beside ``SlowAreStarved``: no bound at admission."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        *others, given = args
-        free = dataclasses.replace(given.bound, policy="drop")
-        super().__init__(*others, dataclasses.replace(given, bound=free), **named)
+        free = dataclasses.replace(args[-1].bound, policy="drop")
+        changed = (*args[:-1], dataclasses.replace(args[-1], bound=free))
+        super().__init__(*changed, **named)
 
 
 class Prefetches(TrainingTerm):
@@ -179,41 +88,6 @@ class _Silent:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recorder, name)
-
-
-class SecondRunWithoutSync(TrainingTerm):
-    """A second training run neither syncs nor starts the worker anew, yet its version rises.
-
-    Field: trl 1.16.0: callbacks that do their work once in the life of the trainer.
-    Planted: from the second term on the initial sync is taken for done.
-    Exposed by: a second term. S1, S31.
-    """
-
-    def begin(self, weights_hash: str) -> SyncOutcome | None:
-        if self.term == 1:
-            return super().begin(weights_hash)
-        real, self._sync_until_committed = self._sync_until_committed, self._assumed  # type: ignore[method-assign]
-        try:
-            return super().begin(weights_hash)
-        finally:
-            self._sync_until_committed = real  # type: ignore[method-assign]
-
-    def _assumed(self) -> SyncOutcome:
-        self.version += 1
-        self.synced_step = self._steps_of[self.version] = self.optimizer_step
-        return SyncOutcome(self.version, True, {}, 0.0, ())
-
-
-class OneMarkOnly(PromptCursorLedger):
-    """One dropped group pins the resume cursor for ever.
-
-    Field: trl 1.16.0: the cursor is the first prompt that is not done; all behind it is trained on again.
-    Planted: what is done above the low-water mark is not kept, and a dropped prompt is never done.
-    Exposed by: a stale group, then a checkpoint. S27.
-    """
-
-    def state(self) -> CursorState:
-        return CursorState(super().state().low_water, ())
 
 
 class VersionsForSteps(GroupBuffer):
@@ -322,21 +196,9 @@ class WorkerLeftRunning(TrainingTerm):
             super()._stop_worker()
 
 
-class TermsAreNotCounted(TrainingTerm):
-    """A trainer that starts again takes the term that it had before.
-
-    Own case: the term was in the process's memory.
-    Planted: every incarnation calls itself the first.
-    Exposed by: a trainer that dies. S27, S12.
-    """
-
-    def __init__(self, lineage: Any, *args: Any) -> None:
-        super().__init__(dataclasses.replace(lineage, term=1), *args)
-
-
 HEAVY_TAILS = Clusters(
     "heavy tails",
-    spaces.varied(
+    varied(
         dataclasses.replace(
             spaces.BASE,
             engines=1,
@@ -353,24 +215,24 @@ HEAVY_TAILS = Clusters(
             queue_capacity=4,
             checkpoint_every_steps=0,
         ),
-        seed=spaces.st.integers(0, 5),
-        max_staleness=spaces.st.integers(1, 2),
+        seed=st.integers(0, 5),
+        max_staleness=st.integers(1, 2),
     ),
 )
 """A hundred groups whose lengths differ widely."""
 
 STEP_BOUND = Clusters(
     "bound in steps",
-    spaces.varied(
+    varied(
         dataclasses.replace(
             spaces.BASE, staleness_policy="drop", weight_sync_steps=3, max_staleness_steps=2, queue_capacity=6
         ),
-        steps=spaces.st.integers(4, 7),
-        staleness_policy=spaces.st.sampled_from(("drop", "freshest")),
-        weight_sync_steps=spaces.st.integers(2, 3),
-        max_staleness=spaces.st.integers(1, 3),
-        seed=spaces.st.integers(0, 3),
-        step_s=spaces.st.sampled_from((0.05, 0.5)),
+        steps=st.integers(4, 7),
+        staleness_policy=st.sampled_from(("drop", "freshest")),
+        weight_sync_steps=st.integers(2, 3),
+        max_staleness=st.integers(1, 3),
+        seed=st.integers(0, 3),
+        step_s=st.sampled_from((0.05, 0.5)),
     ),
 )
 """Several optimizer steps a sync, and a staleness bound that counts steps."""
@@ -379,35 +241,13 @@ CORRECTED = Clusters("corrected", spaces.LONG_REQUESTS.scenarios, environment={"
 
 MUTANTS = (
     Mutant(
-        "M24-a", ("S1", "S18"), spaces.DYING_TRAINER, VersionFallsBack, with_store(VersionFallsBack.change)
-    ),
-    Mutant("M24-b", ("S27",), spaces.DYING_TRAINER, CutIsMixed, with_store(CutIsMixed.change)),
-    Mutant(
-        "M25-a",
-        ("L8", "L5"),
-        spaces.DYING_TRAINER,
-        AllIsStale,
-        {**STAYING, **with_buffer(AllIsStale, PatientTerm)},
-    ),
-    Mutant(
         "M26", ("D3",), HEAVY_TAILS, SlowAreStarved, {**with_buffer(SlowAreStarved), "worker": FreeAdmission}
     ),
-    Mutant("M30-a", ("S27",), spaces.DYING_TRAINER, PromptsSkipped, with_store(PromptsSkipped.change)),
     Mutant("M34", ("S18",), spaces.FREE_ADMISSION, Prefetches, {"term": Prefetches}),
-    Mutant("M35", ("S1", "S31"), spaces.DYING_TRAINER, SecondRunWithoutSync, {"term": SecondRunWithoutSync}),
-    Mutant(
-        "M36",
-        ("S27",),
-        spaces.FREE_ADMISSION,
-        OneMarkOnly,
-        {"term": type("Term", (TrainingTerm,), {"cursor_type": OneMarkOnly})},
-    ),
     Mutant("M38", ("S18",), STEP_BOUND, VersionsForSteps, with_buffer(VersionsForSteps)),
     Mutant("M60", ("S21",), spaces.QUIET, LastSampleLeftOut, with_buffer(LastSampleLeftOut)),
     Mutant("M61", ("S22",), spaces.OUT_OF_ORDER, FirstDoneFirstUsed, with_buffer(FirstDoneFirstUsed)),
     Mutant("M63", ("S25",), CORRECTED, DividesByTheNewest, {"trainer": DividesByTheNewest}),
     Mutant("M64-a", ("S26",), spaces.QUIET, StepTwice, {"trainer": StepTwice}),
-    Mutant("M64-b", ("S26",), spaces.DYING_TRAINER, StepsAhead, with_store(StepsAhead.change)),
     Mutant("M69", ("L9",), spaces.QUIET, WorkerLeftRunning, {"term": WorkerLeftRunning}),
-    Mutant("M78", ("S27", "S12"), spaces.DYING_TRAINER, TermsAreNotCounted, {"term": TermsAreNotCounted}),
 )

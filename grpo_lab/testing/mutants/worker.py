@@ -41,8 +41,8 @@ def with_requester(requester: type[SampleRequester], **settings: Any) -> dict[st
         requester_type = requester
 
         def __init__(self, *args: Any, **named: Any) -> None:
-            *others, given = args
-            super().__init__(*others, dataclasses.replace(given, **settings), **named)
+            changed = (*args[:-1], dataclasses.replace(args[-1], **settings))
+            super().__init__(*changed, **named)
 
     return {"worker": Worker}
 
