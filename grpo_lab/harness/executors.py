@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,7 +89,7 @@ class LocalExecutor:
 
     @staticmethod
     def _pool(workers: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
 
 
 class RayExecutor:
@@ -126,6 +127,18 @@ class RayExecutor:
     def close(self) -> None:
         """Leaves the cluster; it goes on."""
         self._ray.shutdown()
+
+
+def _end_with_parent() -> None:
+    """Without it a worker of a killed sweep waits for its next point for ever, at a pipe that it holds open."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watches the sweep", daemon=True).start()
 
 
 def _guarded(function: RunPoint, point: Point, folder: Path) -> PointResult:

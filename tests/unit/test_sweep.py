@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -152,6 +153,25 @@ def test_a_killed_sweep_loses_the_running_points_only(toy, tmp_path, monkeypatch
     result = sweep(toy, tmp_path / "out", resume=True)
     assert result.ran == 1
     assert len(result.table) == 12
+
+
+def test_workers_end_with_a_killed_sweep(toy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOY_FAULT", "hang")
+    command = [sys.executable, "-m", "grpo_lab.cli.main", "sweep", str(toy), "--workers", "2", "--seeds", "1"]
+    command += ["--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE)
+    finished = tmp_path / "out" / "toy" / "points"
+    try:
+        deadline = time.monotonic() + 90
+        while len(list(finished.glob("*.json"))) < 5 and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.kill()
+        process.communicate(timeout=60)  # ends when the last process that can write to the pipe does
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_damaged_point_runs_again(toy, tmp_path):
