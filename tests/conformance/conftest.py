@@ -21,6 +21,11 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tied_model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tied") / "model", tied=True)
+
+
+@pytest.fixture(scope="session")
 def owner(tmp_path_factory):
     with servers(tmp_path_factory.mktemp("logs")) as running:
         yield running

@@ -123,3 +123,18 @@ def _check_versions(wanted: list[str], generation: Generation) -> None:
     assert spans[0]["start"] == 0, spans
     assert spans[-1]["end"] == len(generation.token_ids), spans
     assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans)), spans
+
+
+def largest_gap(ours: list[float], theirs: list[float], start: int) -> float:
+    """max |logprob - logprob| from token ``start`` on; no number (null) is far from all."""
+    assert len(ours) == len(theirs), f"{len(theirs)} logprobs for {len(ours)} tokens"
+    pairs = list(zip(ours, theirs, strict=True))[start:]
+    assert pairs, f"no token from {start} on"
+    return max(abs(left - right) if right is not None else 1e9 for left, right in pairs)
+
+
+def metric_of(text: str, name: str) -> float:
+    """The sum of a metric's lines in the text of /metrics."""
+    values = re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
+    assert values, f"/metrics has no vllm:{name}"
+    return sum(map(float, values))

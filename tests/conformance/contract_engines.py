@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 from contract_asgi import StreamingAsgiTransport
 from contract_rows import KINDS
-from contract_servers import API_KEY, MAX_MODEL_LEN, MAX_NUM_SEQS, VLLM_PYTHON, Server, Servers
+from contract_servers import API_KEY, MAX_NUM_SEQS, VLLM_PYTHON, Server, Servers
 from contract_stock import MemoryTrainer, StockTrainer
-from contract_weights import Model
+from contract_weights import MAX_MODEL_LEN, Model
 
 from grpo_lab.engine.app import create_app
 from grpo_lab.engine.core import EngineCore
@@ -28,7 +28,6 @@ from grpo_lab.transport.shared_memory import SharedMemoryTransport
 
 ROW_S = 240.0
 CALL_S = 120.0
-SHORT_MODEL_LEN = 1024  # in virtual time
 
 
 @dataclass
@@ -41,7 +40,6 @@ class Target:
     trainer: StockTrainer
     model: Model
     server: Server | None
-    max_model_len: int = MAX_MODEL_LEN
 
 
 Play = Callable[[Target], Awaitable[None]]
@@ -77,8 +75,11 @@ async def _in_process(context: SimContext, profile: str, model: Model, play: Pla
     recorder = context.recorder("suite")
     transport = InMemoryTransport(recorder, accept_timeout_s=30, progress_timeout_s=30)
     trainer = MemoryTrainer()
+    policy = TorchPolicy(model.directory, num_blocks=256, max_model_len=MAX_MODEL_LEN["sim"])
+    if model.tied:
+        policy.keep_tied_head()  # as `grpo-lab serve --faithful` does
     core = EngineCore(
-        TorchPolicy(model.directory, num_blocks=256, max_model_len=SHORT_MODEL_LEN),
+        policy,
         context.recorder("engine-0"),
         EngineConfig(name="engine-0", max_num_seqs=MAX_NUM_SEQS, prefix_policy="shared"),
         latency=lambda plan: 0.004 + 1e-4 * len(plan.scheduled) + 1e-5 * plan.prefill_tokens,
@@ -99,7 +100,7 @@ async def _in_process(context: SimContext, profile: str, model: Model, play: Pla
         async with httpx.AsyncClient(
             base_url="http://engine", transport=network, timeout=CALL_S, trust_env=False
         ) as http:
-            await play(Target("sim", http, transport, trainer, model, None, SHORT_MODEL_LEN))
+            await play(Target("sim", http, transport, trainer, model, None))
     finally:
         await transport.close()
         await app.state.close()

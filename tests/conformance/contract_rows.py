@@ -31,6 +31,7 @@ class Row:
             (the same, and it dies).
         dirty: it leaves other weights, or a session, behind.
         core: part of ``make conformance-core``.
+        tied: its model's head is its embedding.
         only: the engines that it is about; all by default.
     """
 
@@ -40,6 +41,7 @@ class Row:
     server: str = "main"
     dirty: bool = False
     core: bool = False
+    tied: bool = False
     only: tuple[str, ...] = KINDS
 
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from contract_weights import MAX_MODEL_LEN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 STOCK_PLUGIN = Path(__file__).parent / "stock_plugin"
-START_S = float(os.environ.get("CONFORMANCE_START_S", "240"))
+START_S = float(os.environ.get("CONFORMANCE_START_S", "300"))
 API_KEY = "a-key-of-the-conformance-suite"
 MAX_NUM_SEQS = 32
-MAX_MODEL_LEN = 8192
 
 
 @dataclass
@@ -66,8 +66,8 @@ def vllm_command(model: Path, port: int, profile: str, more: Sequence[str] = ())
     command = [
         str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--enforce-eager",
-        "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--dtype", "float32",
-        "--kv-cache-memory-bytes", str(64 << 20), "--enable-scale-out",
+        "--max-model-len", str(MAX_MODEL_LEN["vllm"]), "--max-num-seqs", str(MAX_NUM_SEQS),
+        "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--enable-scale-out",
     ]  # fmt: skip
     command += _profile_words(profile)
     return [*command, *more]
@@ -96,7 +96,7 @@ def simulated_command(model: Path, port: int, profile: str, more: Sequence[str] 
     command = [
         sys.executable, "-m", "grpo_lab.cli.serve", str(model), "--faithful", "--port", str(port),
         "--served-model-name", "m", "--max-num-seqs", str(MAX_NUM_SEQS),
-        "--max-model-len", str(MAX_MODEL_LEN), "--enable-scale-out",
+        "--max-model-len", str(MAX_MODEL_LEN["sim-http"]), "--enable-scale-out",
         "--parent-pid", str(os.getpid()), *_profile_words(profile),
     ]  # fmt: skip
     return [*command, *more]
@@ -158,7 +158,7 @@ def _healthy(server: Server) -> bool:
 
 
 class Servers:
-    """One server a kind, profile and model, kept until ``close``; ``doomed`` ones are replaced when dead."""
+    """One server at a time, kept until another is wanted: rows of one server lie together. Dead: replaced."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -175,6 +175,7 @@ class Servers:
             server.stop()
             server = None
         if server is None:
+            self.close()
             server = self._running[key] = self._start(kind, profile, model)
         return server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +13,18 @@ import torch
 from contract_weights import Model
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from grpo_lab.engine.failures import WorkerKilled
+from grpo_lab.errors import TransportError
+from grpo_lab.transport import stock as wire_format
+
 Wire = list[tuple[str, str, torch.Tensor]]  # name, dtype name, tensor
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 BUFFER_BYTES = 1 << 20  # the whole model: nothing is left to send when the engine gives up
+UNPACKED = -1  # every tensor is a buffer of its own
+MEMORY_PORT = 29500  # of no socket
 TIMEOUT_S = 20.0
 UNSENT = (
     "nothing",
@@ -38,11 +44,13 @@ class StockTrainer:
         self._prefix = ""
         self._buffer_bytes, self._timeout = BUFFER_BYTES, timedelta(seconds=TIMEOUT_S)
 
-    async def prepare(self, **changes: Any) -> dict[str, Any]:
-        """The init info. A store of its own each time, as a trainer that starts again has."""
+    async def prepare(self, own: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+        """The init info. A store of its own each time, as a trainer that starts again has.
+
+        ``changes`` go for both sides, ``own`` for this one only.
+        """
         self._group = None
-        self._buffer_bytes = changes.get("packed_buffer_size_bytes", BUFFER_BYTES)
-        self._timeout = timedelta(seconds=changes.get("timeout_s", TIMEOUT_S))
+        self._settle({**changes, **own})
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -62,6 +70,11 @@ class StockTrainer:
             **changes,
         }
 
+    def _settle(self, mine: Mapping[str, Any]) -> None:
+        size = mine.get("packed_buffer_size_bytes", BUFFER_BYTES)
+        self._buffer_bytes = size if mine.get("packed", True) else UNPACKED
+        self._timeout = timedelta(seconds=mine.get("timeout_s", TIMEOUT_S))
+
     async def join(self) -> None:
         self._group = await asyncio.to_thread(self._form)
 
@@ -72,14 +85,24 @@ class StockTrainer:
         assert self._store is not None
         return ProcessGroupGloo(PrefixStore(self._prefix, self._store), 0, 2, options)
 
-    async def send(self, wire: Wire) -> None:
-        await asyncio.to_thread(self._broadcast, wire)
+    async def send(self, wire: Wire, fault: str = "") -> None:
+        """``dies``: the group is gone after the first buffer. ``hangs``: no other buffer comes."""
+        buffers = self._buffers(wire)
+        await self._send(buffers[:1] if fault else buffers)
+        if fault == "dies":
+            await self.close()
 
-    def _broadcast(self, wire: Wire) -> None:
+    def _buffers(self, wire: Wire) -> list[torch.Tensor]:
+        parts = cut([tensor for _, _, tensor in wire], self._buffer_bytes)
+        return [torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in part]) for part in parts]
+
+    async def _send(self, buffers: list[torch.Tensor]) -> None:
+        await asyncio.to_thread(self._broadcast, buffers)
+
+    def _broadcast(self, buffers: list[torch.Tensor]) -> None:
         group = self._group  # a send that goes on must not find itself in the next group
         assert group is not None
-        for part in cut([tensor for _, _, tensor in wire], self._buffer_bytes):
-            buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in part])
+        for buffer in buffers:
             options = BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = self._timeout
@@ -97,12 +120,13 @@ class MemoryTrainer(StockTrainer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent: asyncio.Queue[Wire] = asyncio.Queue()
+        self._sent: asyncio.Queue[torch.Tensor | None] = asyncio.Queue()
 
-    async def prepare(self, **changes: Any) -> dict[str, Any]:
+    async def prepare(self, own: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         self._sent = asyncio.Queue()
+        self._settle({**changes, **own})
         return {
-            "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+            "master_address": "127.0.0.1", "master_port": MEMORY_PORT, "rank_offset": 1, "world_size": 2,
             "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES, "timeout_s": TIMEOUT_S,
             "group": "g", **changes,
         }  # fmt: skip
@@ -110,32 +134,52 @@ class MemoryTrainer(StockTrainer):
     async def join(self) -> None:
         """There is nobody to wait for."""
 
-    async def send(self, wire: Wire) -> None:
-        self._sent.put_nowait(wire)
+    async def _send(self, buffers: list[torch.Tensor]) -> None:
+        for buffer in buffers:
+            self._sent.put_nowait(buffer)
+
+    async def close(self) -> None:
+        self._sent.put_nowait(None)
 
     def receiver(self) -> MemoryReceiver:
         return MemoryReceiver(self._sent)
 
 
 class MemoryReceiver:
-    """Port ``StockReceiver``: gives what was sent the form that was announced."""
+    """Port ``StockReceiver``: what gloo does with messages, and what it says when none comes."""
 
-    def __init__(self, sent: asyncio.Queue[Wire]) -> None:
+    def __init__(self, sent: asyncio.Queue[torch.Tensor | None]) -> None:
         self._sent = sent
+        self._init: Any = None
 
     async def join(self, init: Any) -> None:
-        """Joined as soon as it is made."""
+        self._init = init
+        if init.master_port != MEMORY_PORT:
+            await asyncio.sleep(init.timeout_s)
+            raise TransportError(f"The client socket has timed out after {int(init.timeout_s * 1000)}ms")
 
     async def receive(
         self, layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
     ) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-        if not layout:
-            return
-        async with asyncio.timeout(TIMEOUT_S):
-            wire = await self._sent.get()
-        for (name, dtype, shape), (_, _, tensor) in zip(layout, wire, strict=True):
-            data = tensor.contiguous().view(-1).view(torch.uint8).clone()
-            yield [(name, data.view(dtype).view(shape))]
+        size = self._init.packed_buffer_size_bytes if self._init.packed else UNPACKED
+        for part in wire_format.cut(layout, size, wire_format.item_nbytes):
+            buffer = torch.zeros(sum(map(wire_format.item_nbytes, part)), dtype=torch.uint8)
+            message = await self._next()
+            if len(message) > len(buffer):
+                raise WorkerKilled("a message is larger than the buffer for it")
+            buffer[: len(message)] = message
+            yield wire_format.unpacked(buffer, part)
+
+    async def _next(self) -> torch.Tensor:
+        try:
+            async with asyncio.timeout(self._init.timeout_s):
+                message = await self._sent.get()
+        except TimeoutError as error:
+            limit_ms = int(self._init.timeout_s * 1000)
+            raise TransportError(f"Timed out waiting {limit_ms}ms for recv operation to complete") from error
+        if message is None:
+            raise TransportError("Connection closed by peer")
+        return message
 
     async def close(self) -> None:
         """Nothing is held."""

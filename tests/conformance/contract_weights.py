@@ -15,9 +15,10 @@ from grpo_lab.tasks.tokenizer import make_tokenizer
 from grpo_lab.types import Bucket
 
 SETS = ("w0", "w1", "w2")  # w0 lies on disk: what a server begins with
+OLD_HEAD = "w1 with the old head"
 PROMPT = (5, 7, 9, 11)
-CANARY_TOKENS = 12
-MAX_MODEL_LEN = 8192
+# By engine, in tokens: how long a request may go on before a client that is short of time has paused it.
+MAX_MODEL_LEN = {"sim": 1024, "sim-http": 8192, "vllm": 16384}
 BUCKET_BYTES = 64 << 10
 TOLERANCE = 2e-4
 
@@ -38,7 +39,7 @@ class Model:
             num_hidden_layers=2,
             num_attention_heads=2,  # heads of 32: vLLM's CPU attention has no smaller ones
             num_key_value_heads=1,
-            max_position_embeddings=MAX_MODEL_LEN,
+            max_position_embeddings=max(MAX_MODEL_LEN.values()),
             tie_word_embeddings=self.tied,
             eos_token_id=1,
             bos_token_id=None,
@@ -66,24 +67,21 @@ class Model:
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         return dict(self._modules[name].named_parameters())
 
-    @cached_property
-    def greedy(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Per set: the greedy continuation of ``PROMPT`` and the logprob of each of its tokens."""
-        return {name: self._greedy(module) for name, module in self._modules.items()}
-
-    @torch.no_grad()
-    def _greedy(self, module: Qwen2ForCausalLM) -> tuple[list[int], list[float]]:
-        ids, logprobs = list(PROMPT), []
-        for _ in range(CANARY_TOKENS):
-            row = module(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            ids.append(int(row.argmax()))
-            logprobs.append(float(row.max()))
-        return ids[len(PROMPT) :], logprobs
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """What an engine may be found to serve; ``OLD_HEAD`` is w1 under the tied head of w0."""
+        return (*SETS, OLD_HEAD) if self.tied else SETS
 
     @torch.no_grad()
     def logprobs(self, name: str, token_ids: list[int], prompt: int = len(PROMPT)) -> list[float]:
         """What the set says of every token after the prompt."""
-        rows = self._modules[name](torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        ids = torch.tensor([token_ids])
+        if name == OLD_HEAD:
+            hidden = self._modules["w1"].model(ids).last_hidden_state
+            logits = self._modules["w0"].lm_head(hidden)
+        else:
+            logits = self._modules[name](ids).logits
+        rows = logits[0].log_softmax(-1)
         picked = rows[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
         return [float(value) for value in picked[prompt - 1 :]]
 
