@@ -63,8 +63,8 @@ class EngineStepFit:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStepFit:
-    """``computed_share`` of the consumed tokens, prompts included, are in the passes (groups without signal are
-    not). ``overhead_s`` passes between steps besides syncs and waiting. ``token_error_s`` is the
+    """``computed_share`` of the consumed tokens, prompts included, are in the passes (groups without signal
+    are not). ``overhead_s`` passes between steps besides syncs and waiting. ``token_error_s`` is the
     standard error of ``token_s``: steps that are all alike do not tell it from ``base_s``.
     """
 
@@ -155,7 +155,8 @@ class LengthFit:
         beyond = (1.0 - u) / (1.0 - self.tail_from)
         if abs(self.tail_shape) < 1e-6:
             return self.threshold - self.tail_scale * math.log(beyond)
-        return self.threshold + self.tail_scale * (beyond**-self.tail_shape - 1.0) / self.tail_shape
+        excess = (math.pow(beyond, -self.tail_shape) - 1.0) / self.tail_shape
+        return self.threshold + self.tail_scale * excess
 
 
 @dataclass(frozen=True, slots=True)

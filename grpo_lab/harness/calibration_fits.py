@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ WARM_STEPS = 2
 MIN_OPTIMIZER_STEPS, MIN_ENGINE_STEPS, MIN_SAMPLES, MIN_SYNCS = 8, 100, 100, 3
 MIN_VARIATION = 0.1  # of a share of time, below which a slowdown cannot be told from a longer step
 MIN_PURE, MIN_PURE_SHARE = 10, 0.03  # rows near either end of the shares, for the same reason
+ROUNDS = 5
 MIN_SIZE_VARIATION = 0.05  # of bucket sizes, for the same reason
 QUANTILES = 101
 TAIL_FROM = 0.9
@@ -45,15 +47,24 @@ def fit(traces: Sequence[RunTrace], source: Source) -> Calibration:
         requests=fit_requests(traces),
         reward=fit_rewards(traces),
         sync=fit_syncs(traces),
-        lengths=fit_lengths([sample for trace in traces for sample in trace.samples.values()]),
+        lengths=fit_lengths(_samples(traces)),
         prompt_quantiles=quantiles([n for trace in traces for n in trace.prompt_tokens.values()], 1.0),
     )
+
+
+def _samples(traces: Sequence[RunTrace]) -> list[Sample]:
+    """Groups of two runs are two, also where their names are the same."""
+    return [
+        replace(sample, group=f"run {number} {sample.group}")
+        for number, trace in enumerate(traces)
+        for sample in trace.samples.values()
+    ]
 
 
 def _require_enough(traces: Sequence[RunTrace]) -> None:
     found = {
         "optimizer steps": (sum(len(t.trainer_steps) for t in traces), MIN_OPTIMIZER_STEPS),
-        "engine steps": (sum(len(t.engine_steps().seconds) for t in traces), MIN_ENGINE_STEPS),
+        "engine steps": (sum(len(e.seconds) for t in traces for e in t.engine_steps()), MIN_ENGINE_STEPS),
         "samples": (sum(len(t.samples) for t in traces), MIN_SAMPLES),
         "weight syncs": (sum(len(t.syncs) for t in traces), MIN_SYNCS),
     }
@@ -66,18 +77,37 @@ def _require_enough(traces: Sequence[RunTrace]) -> None:
 
 
 def fit_engine_steps(traces: Sequence[RunTrace]) -> EngineStepFit:
-    steps = [trace.engine_steps() for trace in traces]
+    """Which requests hold up a step depends on how long they do: both are found in turns."""
+    engines = [steps for trace in traces for steps in trace.engine_steps()]
 
     def column(name: str) -> Floats:
-        return np.concatenate([getattr(one, name) for one in steps])
+        return np.concatenate([getattr(steps, name) for steps in engines])
 
-    names = ("prefill_tokens", "sequences", "context_tokens", "admitted", "finished")
-    features = np.stack([np.ones(len(column("seconds"))), *map(column, names)], axis=1)
-    seconds = column("seconds")
-    solution, slowdown, predicted = fit_slowed(features, column("training"), seconds)
+    seconds, training = column("seconds"), column("training")
+    known = [
+        np.ones(len(seconds)),
+        *map(column, ("prefill_tokens", "sequences", "context_tokens", "finished")),
+    ]
+    admitted = [steps.admitted() for steps in engines]
+    for _ in range(ROUNDS):
+        features = np.stack([*known, np.concatenate(admitted)], axis=1)
+        x, slowdown, predicted = fit_slowed(features, training, seconds)
+        admitted = [
+            steps.admitted(x[-1] * before * (1.0 + slowdown * steps.training))
+            for steps, before in zip(engines, admitted, strict=True)
+        ]
     rms, cv = _residuals(seconds, predicted)
     return EngineStepFit(
-        *solution, slowdown, jitter=min(0.95, math.sqrt(3.0) * cv), n=len(seconds), relative_rms=rms
+        base_s=x[0],
+        prefill_token_s=x[1],
+        sequence_s=x[2],
+        context_token_s=x[3],
+        admitted_s=x[5],
+        finished_s=x[4],
+        trainer_slowdown=slowdown,
+        jitter=min(0.95, math.sqrt(3.0) * cv),
+        n=len(seconds),
+        relative_rms=rms,
     )
 
 
@@ -92,11 +122,12 @@ def fit_trainer_steps(traces: Sequence[RunTrace]) -> TrainerStepFit:
     tokens = np.array([step.tokens for step in steps])
     seconds = np.array([step.duration_s for step in steps])
     features = np.stack([np.ones(len(steps)), tokens], axis=1)
-    solution, slowdown, predicted = fit_slowed(features, busy, seconds)
+    x, slowdown, predicted = fit_slowed(features, busy, seconds)
     rms, cv = _residuals(seconds, predicted)
     return TrainerStepFit(
-        *solution,
-        slowdown,
+        base_s=x[0],
+        token_s=x[1],
+        engine_slowdown=slowdown,
         computed_share=_computed_share(traces),
         overhead_s=float(np.mean([step.overhead_s for step in steps])),
         cv=cv,
@@ -197,8 +228,8 @@ def fit_line(ways: Sequence[Floats]) -> RequestFit:
     """The worker takes one thing after the other, requests (kind 0) and answers (kind 1), each kind with a
     service time; a constant time on the way is added.
 
-    Each of ``ways`` has rows (entered, left, kind) in order of entering. Service times are those with the least
-    absolute error of the delays, which single stalls do not move; the constant is the median of what is left.
+    Each of ``ways`` has rows (entered, left, kind) in order of entering. Service times have the least
+    absolute error, so that single stalls do not move them; the constant is the median of what is left.
     """
     delays = np.concatenate([rows[:, 1] - rows[:, 0] for rows in ways])
     kinds = np.concatenate([rows[:, 2] for rows in ways]) > 0

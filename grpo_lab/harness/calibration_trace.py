@@ -91,18 +91,27 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineSteps:
-    """Model steps, a row each: ``seconds`` with the gap before it where the engine went on working, its
-    batch, requests ``admitted`` while it ran and ``finished`` by the step just before it, and the share of
-    its time in which the trainer was computing (``training``).
+    """Model steps of one engine, a row each: ``seconds`` with the gap before it where the engine went on,
+    when it ended, its batch, requests ``finished`` by the step just before it, and the share of its time in
+    which the trainer was computing (``training``). ``arrivals_s``: when requests were admitted, in order.
     """
 
     seconds: Floats
+    ends_s: Floats
     prefill_tokens: Floats
     sequences: Floats
     context_tokens: Floats
-    admitted: Floats
     finished: Floats
     training: Floats
+    arrivals_s: Floats
+
+    def admitted(self, held_up_s: Floats | float = 0.0) -> Floats:
+        """Requests admitted while each step ran. Those that come in its last ``held_up_s`` seconds, when it
+        only waits for others to be taken in, belong to the next one.
+        """
+        until = np.searchsorted(self.arrivals_s, self.ends_s - held_up_s, "right")
+        first = np.searchsorted(self.arrivals_s, self.ends_s[:1] - self.seconds[:1], "right")
+        return np.maximum(np.diff(np.concatenate([first, until])), 0).astype(float)
 
 
 class RunTrace:
@@ -230,15 +239,14 @@ class RunTrace:
     def training(self) -> list[Span]:
         return [(step.begin_s, step.end_s) for step in self.trainer_steps]
 
-    def engine_steps(self) -> EngineSteps:
-        """Of all engines, those before the first optimizer step has begun left out."""
+    def engine_steps(self) -> list[EngineSteps]:
+        """Of each engine, without those before the first optimizer step has begun."""
         first_s = self.trainer_steps[0].begin_s if self.trainer_steps else -np.inf
         training = Cumulative(self.training)
-        parts = [
-            self._engine_rows(engine, rows, training, first_s) for engine, rows in sorted(self._steps.items())
+        return [
+            self._engine_steps(engine, rows, training, first_s)
+            for engine, rows in sorted(self._steps.items())
         ]
-        columns = np.concatenate(parts, axis=1) if parts else np.empty((7, 0))
-        return EngineSteps(*columns)
 
     def engines_busy(self, spans: Sequence[Span]) -> Floats:
         """Mean number of engines that ran a model step, in each span."""
@@ -247,9 +255,9 @@ class RunTrace:
             total += Cumulative([(t - step.duration_s, t) for t, step in rows]).share(spans)
         return total
 
-    def _engine_rows(
+    def _engine_steps(
         self, engine: str, rows: Sequence[tuple[float, ModelStep]], training: Cumulative, first_s: float
-    ) -> Floats:
+    ) -> EngineSteps:
         ends = np.array([t for t, _ in rows])
         took = np.array([step.duration_s for _, step in rows])
         first = np.array([step.first_step for _, step in rows])
@@ -259,20 +267,19 @@ class RunTrace:
         gaps = begins - np.concatenate(([np.inf], ends[:-1]))
         going_on = goes_on[first] & np.isfinite(gaps)
         seconds = took + np.where(going_on, np.maximum(gaps, 0.0), 0.0)
-        arrivals = np.sort([r.admitted_s for r in self.requests.values() if r.engine == engine])
-        admitted = np.searchsorted(arrivals, ends, "right") - np.searchsorted(arrivals, begins, "right")
         finished = np.where(going_on, np.concatenate(([0], ended[first][:-1])), 0)
-        means = np.add.reduceat(context, first) / count if len(context) else count
+        means = np.add.reduceat(context, first) / count
         columns = [
             seconds / count,
+            ends,
             np.array([step.prefill_tokens for _, step in rows]) / count,
             np.array([float(step.sequences) for _, step in rows]),
             np.where(count == 1, context[first], means),
-            admitted / count,
             finished / count,
             training.share(list(zip(begins, ends, strict=True))),
         ]
-        return np.stack([column[begins >= first_s] for column in columns])
+        arrivals = [r.admitted_s for r in self.requests.values() if r.engine == engine]
+        return EngineSteps(*(column[begins >= first_s] for column in columns), np.sort(arrivals))
 
     def _batches(self, engine: str, steps: int) -> tuple[Floats, NDArray[np.bool_], Floats]:
         """By step number: context tokens, whether a request was in the step before too, and requests that

@@ -72,19 +72,14 @@ class Tuned:
 
 def default_space(recipe: Recipe) -> dict[str, list[Setting]]:
     """What is searched unless told otherwise: nothing that changes what is learned from a batch."""
-    return {
-        "max_staleness": sorted({0, 1, 2, 4, recipe.max_staleness}),
-        "weight_sync_steps": sorted({1, 2, 4, recipe.weight_sync_steps}),
-        "max_inflight": sorted(
-            {
-                max(recipe.num_generations, recipe.max_inflight // 2),
-                recipe.max_inflight,
-                recipe.max_inflight * 2,
-            }
-        ),
-        "pause_mode": ["keep", "wait", "abort"],
-        "clear_cache": [True, False],
+    inflight = recipe.max_inflight
+    space: dict[str, set[int]] = {
+        "max_staleness": {0, 1, 2, 4, recipe.max_staleness},
+        "weight_sync_steps": {1, 2, 4, recipe.weight_sync_steps},
+        "max_inflight": {max(recipe.num_generations, inflight // 2), inflight, inflight * 2},
     }
+    words: dict[str, list[Setting]] = {"pause_mode": ["keep", "wait", "abort"], "clear_cache": [True, False]}
+    return {**{name: [*sorted(values)] for name, values in space.items()}, **words}
 
 
 def parse_space(words: Sequence[str], recipe: Recipe) -> dict[str, list[Setting]]:

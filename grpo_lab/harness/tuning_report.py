@@ -71,7 +71,7 @@ def recipe_toml(tuned: Tuned) -> str:
 def verdict(
     tuned: Tuned, predicted: Sequence[Figures], default: Sequence[Figures], recommended: Sequence[Figures]
 ) -> Iterator[str]:
-    """Predicted against measured, and the ratio. ``predicted``: the default's, then the recommended's."""
+    """Predicted against measured, and the ratio. ``predicted``: the recipe as it is, the recommended."""
     name = tuned.objective.quantity
     for title, forecast, runs in (
         ("recipe as it is", predicted[0], default),
@@ -82,8 +82,8 @@ def verdict(
         values = [getattr(one, name) for one in runs]
         words = f"{min(values):,.4g} to {max(values):,.4g} over {len(values)} runs"
         yield (
-            f"{title}: {name} predicted {getattr(forecast, name):,.4g}, measured {mean(values):,.4g} ({words})"
-            + (f", error {error:+.1%}" if error is not None else "")
+            f"{title}: {name} predicted {getattr(forecast, name):,.4g}, measured {mean(values):,.4g}"
+            f" ({words})" + (f", error {error:+.1%}" if error is not None else "")
         )
         yield (
             f"  mean staleness predicted {forecast.staleness_mean:.2f}, measured"
