@@ -130,7 +130,7 @@ class RayExecutor:
 
 
 def _end_with_parent() -> None:
-    """Without it a worker of a killed sweep waits for its next point for ever, at a pipe that it holds open."""
+    """Without it a worker of a killed sweep waits for its next point for ever, at a pipe it keeps open."""
     parent = parent_process()
     assert parent is not None
 
