@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 ROUTES = {
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",

@@ -26,8 +26,8 @@ from grpo_lab.transport.memory import InMemoryTransport
 from grpo_lab.transport.sender import RingTransport
 from grpo_lab.transport.shared_memory import SharedMemoryTransport
 
-ROW_S = 240.0
-CALL_S = 120.0
+ROW_S = 400.0
+CALL_S = 180.0
 
 
 @dataclass
