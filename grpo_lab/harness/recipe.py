@@ -80,8 +80,8 @@ class Recipe:
     """What a pause does to running requests."""
     clear_cache: bool = True
     """Recompute the KV cache of running requests under the new weights."""
-    transport: Literal["shm", "gloo"] = "shm"
-    """Shared memory, or gloo over loopback."""
+    transport: Literal["shm", "gloo", "stock"] = "shm"
+    """Shared memory, gloo over loopback, or a stock vLLM's own wire, for engines at an address."""
     bucket_bytes: int = 1 << 20
     """Size of a packed bucket."""
     sync_attempts: int = 3
@@ -139,6 +139,8 @@ class Recipe:
                 f"a divisor of prompts_per_step * num_generations = "
                 f"{self.prompts_per_step * self.num_generations}",
             )
+        if self.transport == "stock" and not self.engine.startswith("http"):
+            raise ConfigError("transport", "stock", "shm or gloo for engines that are started here")
         if self.min_engines > self.engines and not self.engine.startswith("http"):
             raise ConfigError("min_engines", self.min_engines, f"at most engines = {self.engines}")
 

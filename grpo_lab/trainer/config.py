@@ -170,7 +170,9 @@ class AsyncGRPOConfig(TrainingArguments):
     sync_scope: str = setting("global", Choice("global"), "All engines pause and switch together.")
     sync_attempts: int = setting(3, Integer(1, 100), "Attempts of one sync before engines are fenced.")
     min_engines: int = setting(1, Integer(1), "Fewer serving engines than this end the run.")
-    weight_transport: str = setting("shm", Choice("shm", "gloo"), "Shared memory (one host), or gloo.")
+    weight_transport: str = setting(
+        "shm", Choice("shm", "gloo", "stock"), "Shared memory (one host), gloo, or a stock vLLM's own wire."
+    )
     bucket_bytes: int = setting(64 * 2**20, Integer(4096), "Size of a packed bucket.")
     ring_slots: int = setting(2, Integer(1, 64), "Buckets in flight.")
     pack_threads: int = setting(1, Integer(1, 256), "Threads of the packer.")
