@@ -30,6 +30,7 @@ def mutants(
     workers: int = 0,
     out: Path = Path("runs/mutants"),
     resume: bool = False,
+    real: bool = False,
 ) -> int:
     """Plants faults that people met in real systems, one at a time, and searches until a rule sees each.
 
@@ -45,6 +46,8 @@ def mutants(
         workers: processes; 0 is one a core.
         out: directory of the cases that were found (``grpo-lab replay`` runs them) and of the progress.
         resume: keep what an interrupted call has found.
+        real: also those that are planted in a run with real processes, in shared memory and over gloo (ten
+            seconds each).
     """
     # Imported after the arguments were read: it takes seconds, and --help should not.
     from grpo_lab.testing.mutants.campaign import run_campaign  # noqa: PLC0415
@@ -55,7 +58,7 @@ def mutants(
         raise ConfigError("seconds_per_mutant", seconds_per_mutant, "above 0, at most 86,400")
     if workers < 0:
         raise ConfigError("workers", workers, "an integer of at least 0")
-    picked = chosen(only)
+    picked = chosen(only, real=real)
     console = Console(highlight=False)
     with _Shown(console, len(picked)) as shown:
         result = run_campaign(

@@ -84,15 +84,16 @@ def simulate(
     coordinator: CoordinatorType = Coordinator,
     parts: Parts | None = None,
     only: frozenset[str] | None = None,
+    passed_over: dict[str, int] | None = None,
     records: list[Record] | None = None,
     checked: bool = True,
 ) -> SimResult[Outcome]:
     """Runs the scenario to its last optimizer step, every record checked as it is written.
 
     ``parts`` gives other classes for any part of the cluster (and its own coordinator); ``only`` names the
-    rules that stop the run, where others are to be passed over. ``records`` may be given to see the trace
-    of a run that raised; it ends with the violation. ``checked=False`` judges nothing and makes no digest,
-    which is for measuring speed.
+    rules that stop the run, where others are to be ``passed_over``, which counts them. ``records`` may be
+    given to see the trace of a run that raised; it ends with the violation. ``checked=False`` judges nothing
+    and makes no digest, which is for measuring speed.
 
     Raises:
         InvariantViolation: the first one, with the record's place as its last event id; rule
@@ -101,7 +102,8 @@ def simulate(
             rule that it owes, and only if it owes none its bound is exceeded.
     """
     records = [] if records is None else records
-    watch = Watch(records, only=only, checker=Checker() if checked else Checker(()))
+    seen = {} if passed_over is None else passed_over
+    watch = Watch(records, only=only, passed_over=seen, checker=Checker() if checked else Checker(()))
     parts = Parts(coordinator=coordinator) if parts is None else parts
 
     clocks: list[Callable[[], float]] = []
@@ -127,7 +129,7 @@ def simulate(
     except SimulationBoundExceeded as error:
         endless = error
     if endless is not None:
-        owed = _owed(records, clocks[0](), only) if checked else None
+        owed = _owed(records, clocks[0](), watch) if checked else None
         raise endless if owed is None else violation_error(owed)
     if result is None:
         assert watch.violation is not None
@@ -135,12 +137,14 @@ def simulate(
     return result
 
 
-def _owed(records: list[Record], now_s: float, only: frozenset[str] | None) -> Violation | None:
+def _owed(records: list[Record], now_s: float, watch: Watch) -> Violation | None:
     """What a run that would not end has left undone. Judged anew: cleaning up wrote records of its own."""
     at_last = Record(now_s, "run", len(records), (), Reached(mark=ENDLESS))
-    rules = check_records([*records, at_last]).rules
-    found = [item for rule in rules if only is None or rule.id in only for item in rule.violations]
-    return min(found, key=lambda violation: violation.t, default=None)
+    found = [item for rule in check_records([*records, at_last]).rules for item in rule.violations]
+    watch.violation = None
+    for violation in sorted(found, key=lambda item: item.t):
+        watch.judge(violation)
+    return watch.violation
 
 
 def violation_error(violation: Violation) -> InvariantViolation:

@@ -12,19 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.check.rules import ALL_RULES
 from grpo_lab.testing.mutants.catalogue import all_mutants, find
 from grpo_lab.testing.mutants.hunt import hunt
-from grpo_lab.testing.mutants.mutant import Fixture, Mutant
+from grpo_lab.testing.mutants.mutant import DEADLOCK, Fixture, Mutant
 from grpo_lab.testing.mutants.window import around
 
 PROGRESS = "progress.jsonl"
 MIN_CLEAN_EXAMPLES = 25
+NO_RULE = "none"
+KNOWN = frozenset(rule.id for rule in ALL_RULES) | {"C1", DEADLOCK}
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """What became of one mutant. ``rule`` is "" when it survived; ``others`` are findings that nobody asked
-    for, among them how runs ended that broke no expected rule.
+    """What became of one mutant. ``rule`` is "" when it survived; ``fired`` are all rules that fire when its
+    case runs to its end; ``others`` are findings that nobody asked for, among them how runs ended that broke
+    no expected rule.
     """
 
     id: str
@@ -39,6 +43,7 @@ class Kill:
     fixture: str = ""
     message: str = ""
     saved: str = ""
+    fired: tuple[str, ...] = ()
     others: dict[str, int] = field(default_factory=dict)
 
 
@@ -84,8 +89,10 @@ def hunt_mutant(mutant: Mutant, seconds: float, *, shrink_s: float = 5.0, out: P
     hunted = hunt(mutant.fixture, mutant.planted, frozenset(mutant.rules), seconds=seconds, shrink_s=shrink_s)
     rule = message = saved = ""
     events = 0
+    fired: tuple[str, ...] = ()
     if hunted.found is not None:
         case, finding = hunted.found
+        fired = _all_that_fire(mutant, case, finding.rule, hunted.others)
         rule, message, events = finding.rule, finding.message[:500], len(around(finding))
         failure = mutant.fixture.saved(case, finding, f"mutant:{mutant.id}")
         if failure is not None and out is not None:
@@ -105,8 +112,19 @@ def hunt_mutant(mutant: Mutant, seconds: float, *, shrink_s: float = 5.0, out: P
         fixture=mutant.fixture.name,
         message=message,
         saved=saved,
+        fired=fired,
         others=dict(hunted.others),
     )
+
+
+def _all_that_fire(mutant: Mutant, case: Any, rule: str, others: Iterable[str]) -> tuple[str, ...]:
+    """The killing case again, to its end, with no rule that stops it."""
+    seen = {rule}
+    if mutant.fixture.repeats:
+        mutant.fixture.run(case, mutant.planted, frozenset({NO_RULE}), seen.add)
+    else:
+        seen.update(others)
+    return tuple(sorted(seen & KNOWN, key=rule_order))
 
 
 def hunt_clean(fixture: Fixture[Any], seconds: float, examples: int, out: Path | None = None) -> Clean:
@@ -191,6 +209,12 @@ def _gather(keep: Callable[..., None], jobs: Sequence[Future[Any]]) -> None:
         raise
 
 
+def rule_order(rule: str) -> tuple[str, int]:
+    """S2 before S10; a deadlock is last."""
+    number = rule[1:]
+    return (rule[0], int(number)) if number.isdigit() else ("~", 0)
+
+
 def _quiet() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -200,7 +224,7 @@ def _hunt_named(mutant_id: str, seconds: float, out: str) -> Kill:
 
 
 def _clean_named(name: str, seconds: float, examples: int, out: str) -> Clean:
-    fixture = next(mutant.fixture for mutant in all_mutants() if mutant.fixture.name == name)
+    fixture = next(mutant.fixture for mutant in all_mutants(real=True) if mutant.fixture.name == name)
     return hunt_clean(fixture, seconds, examples, Path(out))
 
 
@@ -216,7 +240,7 @@ def _read(path: Path) -> dict[tuple[str, str], Kill | Clean]:
             continue
         kind = row.pop("kind")
         if kind == "mutant":
-            kill = Kill(**{**row, "expected": tuple(row["expected"])})
+            kill = Kill(**{**row, "expected": tuple(row["expected"]), "fired": tuple(row["fired"])})
             known[kind, kill.id] = kill
         else:
             known[kind, row["fixture"]] = Clean(**row)

@@ -24,14 +24,19 @@ from grpo_lab.testing.mutants.mutant import Mutant
 _PARTS = (coordinator, worker, engine, updates, packer, landing, trainer, resume, ranks, metrics, config)
 
 
-def all_mutants() -> tuple[Mutant, ...]:
+def all_mutants(*, real: bool = False) -> tuple[Mutant, ...]:
+    """``real``: also those in the real world."""
     found = [mutant for part in _PARTS for mutant in part.MUTANTS]
+    if real:
+        from grpo_lab.testing.mutants.real import REAL_MUTANTS  # noqa: PLC0415 - it imports the real trainer
+
+        found += REAL_MUTANTS
     return tuple(sorted(found, key=lambda mutant: _order(mutant.id)))
 
 
-def chosen(only: Sequence[str]) -> tuple[Mutant, ...]:
+def chosen(only: Sequence[str], *, real: bool = False) -> tuple[Mutant, ...]:
     """Those whose id or case is named; all, when nothing is. Raises ``ConfigError`` for an unknown name."""
-    everything = all_mutants()
+    everything = all_mutants(real=real)
     names = {name for mutant in everything for name in (mutant.id, mutant.case)}
     for name in only:
         if name not in names:
@@ -41,7 +46,7 @@ def chosen(only: Sequence[str]) -> tuple[Mutant, ...]:
 
 
 def find(mutant_id: str) -> Mutant:
-    for mutant in all_mutants():
+    for mutant in all_mutants(real=True):
         if mutant.id == mutant_id:
             return mutant
     raise ConfigError("mutant", mutant_id, "the id of a mutant, as grpo-lab mutants lists it")

@@ -33,22 +33,28 @@ class Clusters:
     scenarios: st.SearchStrategy[Scenario]
     schedules: st.SearchStrategy[Tape] = dataclasses.field(default_factory=tapes)
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    repeats: bool = True
 
     def cases(self) -> st.SearchStrategy[Case]:
         return st.tuples(self.scenarios, self.schedules)
 
     def run(self, case: Case, plant: Any, only: Only, passed_over: Callable[[str], None]) -> Finding | None:
         records: list[Record] = []
+        seen: dict[str, int] = {}
+        found: Finding | None = None
+        parts = Parts(**{**self.environment, **(plant or {})})
         try:
-            simulate(*case, parts=Parts(**{**self.environment, **(plant or {})}), only=only, records=records)
+            simulate(*case, parts=parts, only=only, passed_over=seen, records=records)
         except ConfigError:
             raise
         except Exception as error:  # whatever ends a simulation is a finding
-            finding = finding_of(error, records)
-            if only is None or finding.rule in only:
-                return finding
-            passed_over(finding.rule)
-        return None
+            found = finding_of(error, records)
+        if found is not None and only is not None and found.rule not in only:
+            seen[found.rule] = 1
+            found = None
+        for rule in seen:
+            passed_over(rule)
+        return found
 
     def size(self, case: Case) -> tuple[int, ...]:
         scenario, tape = case

@@ -51,6 +51,7 @@ class EqualWeights:
     """The same logits on both sides: the engine samples and reports, the trainer scores what was sampled."""
 
     name: str = "equal weights"
+    repeats: bool = True
 
     def cases(self) -> st.SearchStrategy[LogitsCase]:
         return st.builds(

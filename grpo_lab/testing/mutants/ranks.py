@@ -108,6 +108,7 @@ class TrainerRanks:
     """Two syncs on two to four ranks."""
 
     name: str = "ranks"
+    repeats: bool = True
 
     def cases(self) -> st.SearchStrategy[RankCase]:
         return _cases()
@@ -126,6 +127,8 @@ class TrainerRanks:
         for rule in watch.checker.finish().rules:
             for violation in rule.violations:
                 watch.judge(violation)
+        for passed in watch.passed_over:
+            passed_over(passed)
         if watch.violation is not None:
             found = watch.violation
             return Finding(found.rule, found.message, found.event_ids, records)

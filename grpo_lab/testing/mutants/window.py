@@ -15,6 +15,7 @@ from grpo_lab.events import (
     GatherBegan,
     GatherEnded,
     Heartbeat,
+    MemoryMeasured,
     ModelStep,
     Record,
     RequestAdmitted,
@@ -36,6 +37,7 @@ _DETAIL: tuple[type[Event], ...] = (
     GatherBegan,
     GatherEnded,
     Heartbeat,
+    MemoryMeasured,
     ModelStep,
     RequestAdmitted,
     RequestFinished,
@@ -48,7 +50,7 @@ def around(finding: Finding) -> list[Record]:
 
     A single proof begins with the sync, or term, in which it lies. Events are about what they name: engines,
     samples, groups, checkpoints, syncs (by term and version). Work that is no decision of the protocol
-    (packing, steps, requests in an engine, heartbeats) is left out unless it is proof itself.
+    (packing, steps, requests in an engine, heartbeats, measurements) is left out unless it is proof itself.
     """
     records = finding.records
     proof = set(finding.event_ids)
