@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +44,8 @@ class TuneConfig:
     """Simulated runs of each."""
     seed: int = 0
     """Which candidates are drawn."""
+    workers: int = 1
+    """Processes that simulate."""
     out: Path | None = None
     """File (TOML) for the recommended recipe."""
     verify: bool = False
@@ -56,6 +61,7 @@ class TuneConfig:
         for name, low, high in (
             ("candidates", 1, 10_000),
             ("seeds", 1, 100),
+            ("workers", 1, 1024),
             ("repeats", 1, 100),
             ("verify_steps", 4, 10**6),
         ):
@@ -78,8 +84,8 @@ def tune(config: tyro.conf.OmitArgPrefixes[TuneConfig]) -> int:
     console = Console(highlight=False)
     candidates = tuning.candidates_of(recipe, space, config.candidates, config.seed)
     console.print(f"{len(candidates)} candidates of {escape(', '.join(space))}", soft_wrap=True)
-    with console.status("simulating"):
-        simulator = tuning.Simulator(recipe, calibration, config.seeds)
+    with console.status("simulating"), _pool(config.workers) as pool:
+        simulator = tuning.Simulator(recipe, calibration, config.seeds, pool)
         tuned = tuning.tune(recipe, candidates, simulator, objective, constraints)
     console.print(tuning_report.front_table(tuned))
     console.print(f"{tuned.simulated} simulated runs")
@@ -100,9 +106,7 @@ def _verify(config: TuneConfig, tuned: Tuned, calibration: Calibration, console:
 
     assert tuned.recommended is not None
     simulator = tuning.Simulator(tuned.recipe, calibration, config.seeds)
-    predicted = [
-        simulator.one(one.settings, config.verify_steps) for one in (tuned.default, tuned.recommended)
-    ]
+    predicted = simulator([tuned.default.settings, tuned.recommended.settings], config.verify_steps)
     recipes = {
         name: replace(recipe, steps=config.verify_steps, heldout_prompts=0)
         for name, recipe in (("default", tuned.recipe), ("recommended", tuned.recipe_of(tuned.recommended)))
@@ -127,6 +131,12 @@ def _verify(config: TuneConfig, tuned: Tuned, calibration: Calibration, console:
     score = tuned.objective.score
     better = (mean(map(score, recommended)) or 0.0) > (mean(map(score, default)) or 0.0)
     return 0 if better and not broken else MISSED
+
+
+def _pool(workers: int) -> contextlib.AbstractContextManager[Executor | None]:
+    if workers == 1:
+        return contextlib.nullcontext()
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
 
 def _write(path: Path, text: str) -> None:

@@ -269,17 +269,18 @@ class RunTrace:
         seconds = took + np.where(going_on, np.maximum(gaps, 0.0), 0.0)
         finished = np.where(going_on, np.concatenate(([0], ended[first][:-1])), 0)
         means = np.add.reduceat(context, first) / count
-        columns = [
-            seconds / count,
-            ends,
-            np.array([step.prefill_tokens for _, step in rows]) / count,
-            np.array([float(step.sequences) for _, step in rows]),
-            np.where(count == 1, context[first], means),
-            finished / count,
-            training.share(list(zip(begins, ends, strict=True))),
-        ]
-        arrivals = [r.admitted_s for r in self.requests.values() if r.engine == engine]
-        return EngineSteps(*(column[begins >= first_s] for column in columns), np.sort(arrivals))
+        arrivals = np.sort([r.admitted_s for r in self.requests.values() if r.engine == engine])
+        kept = begins >= first_s
+        return EngineSteps(
+            seconds=(seconds / count)[kept],
+            ends_s=ends[kept],
+            prefill_tokens=(np.array([step.prefill_tokens for _, step in rows]) / count)[kept],
+            sequences=np.array([float(step.sequences) for _, step in rows])[kept],
+            context_tokens=np.where(count == 1, context[first], means)[kept],
+            finished=(finished / count)[kept],
+            training=training.share(list(zip(begins, ends, strict=True)))[kept],
+            arrivals_s=arrivals,
+        )
 
     def _batches(self, engine: str, steps: int) -> tuple[Floats, NDArray[np.bool_], Floats]:
         """By step number: context tokens, whether a request was in the step before too, and requests that

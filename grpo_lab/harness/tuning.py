@@ -1,6 +1,6 @@
 """Searches recipe fields in simulation: a Pareto front of objective and staleness, and one recommendation.
 
-Candidates are drawn from a grid, simulated with a calibration for a few optimizer steps, and the best third
+Candidates are drawn from a grid, simulated with a calibration for a few optimizer steps, and the better half
 of each round goes on to a longer one (successive halving). The best are those on the outer layers of the
 front (non-dominated sorting, Deb et al. 2002), so that a candidate with little staleness is not thrown out
 by a faster one that has more. Two candidates of one round meet the same seeds.
@@ -8,8 +8,10 @@ by a faster one that has more. Two candidates of one round meet the same seeds.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,7 @@ Evaluate = Callable[[Sequence[Settings], int], Sequence[Figures | None]]
 """Figures of candidates after so many optimizer steps; None for one that cannot run."""
 
 BUDGETS = (6, 12, 24)
-KEEP = 1 / 3
+KEEP = 1 / 2
 STALENESS = "staleness_mean"
 SEARCHED = (
     "max_staleness",
@@ -127,27 +129,27 @@ def candidates_of(
 
 @dataclass(frozen=True, slots=True)
 class Simulator:
-    """An ``Evaluate``: mean figures over ``seeds`` runs of each candidate, in this process."""
+    """An ``Evaluate``: mean figures over ``seeds`` runs of each candidate, in the pool or right here."""
 
     recipe: Recipe
     calibration: Calibration
     seeds: int = 1
-    told: Callable[[int], None] = lambda done: None
+    pool: Executor | None = None
 
     def __call__(self, candidates: Sequence[Settings], steps: int) -> list[Figures | None]:
-        found = []
-        for number, settings in enumerate(candidates, start=1):
-            found.append(self.one(settings, steps))
-            self.told(number)
-        return found
+        one = functools.partial(_simulated, self.recipe, self.calibration, self.seeds, steps)
+        return list(map(one, candidates) if self.pool is None else self.pool.map(one, candidates))
 
-    def one(self, settings: Settings, steps: int) -> Figures | None:
-        """None for a candidate whose simulation fails: it may starve, or never fill its batch."""
-        parameters = recipe_parameters(recipe_with(settings, self.recipe))
-        try:
-            return merged_figures(predict(parameters, self.calibration, self.seeds, steps))
-        except GrpoLabError:
-            return None
+
+def _simulated(
+    recipe: Recipe, calibration: Calibration, seeds: int, steps: int, settings: Settings
+) -> Figures | None:
+    """None for a candidate whose simulation fails: it may starve, or never fill its batch."""
+    parameters = recipe_parameters(recipe_with(settings, recipe))
+    try:
+        return merged_figures(predict(parameters, calibration, seeds, steps))
+    except GrpoLabError:
+        return None
 
 
 def merged_figures(runs: Sequence[Figures]) -> Figures:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from calibrated_runs import KNOWN, RECIPE, records_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_lab.cli import tune as tune_command
@@ -41,7 +41,7 @@ def figures(tokens_per_s: float, staleness: float) -> Figures:
     )
 
 
-# -- objectives and constraints --------------------------------------------------------------------------------
+# -- objectives and constraints ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_a_constraint_that_is_none_is_refused(text: str) -> None:
         Constraint.parse(text)
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=40))
 def test_any_text_is_a_constraint_or_refused(text: str) -> None:
     try:
@@ -105,7 +106,7 @@ def test_an_objective_knows_its_direction() -> None:
             Objective.parse(text)
 
 
-# -- the space -------------------------------------------------------------------------------------------------
+# -- the space ---------------------------------------------------------------------------------------------
 
 
 def test_the_space_is_read_by_the_types_of_the_fields() -> None:
@@ -136,7 +137,7 @@ def test_the_front_has_nobody_who_is_beaten() -> None:
     assert [row.settings["n"] for row in front_of(rows, FASTEST)] == [4, 3]
 
 
-# -- the search ------------------------------------------------------------------------------------------------
+# -- the search --------------------------------------------------------------------------------------------
 
 
 def truth(settings: Settings) -> Figures:
@@ -222,7 +223,7 @@ def test_the_verdict_gives_the_ratio_of_neighbouring_runs() -> None:
     assert "error +0.0%" in lines[0]
 
 
-# -- the command -----------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------
 
 
 def test_command_prints_a_front_and_verifies(
@@ -262,9 +263,15 @@ def test_command_says_when_nothing_keeps_the_constraints(
         ["--objective", "fun"],
         ["--constraint", "staleness_p99=2"],
         ["--over", "learning_rate=1"],
-        ["--candidates", "0"],
         ["--latency", "nothing.toml"],
     ],
 )
-def test_command_refuses_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_bad_input(words: list[str]) -> None:
     assert main(["tune", "smoke", *words]) == 2
+
+
+def test_command_refuses_no_candidates(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "smoke", "--candidates", "0"])
+    assert ended.value.code == 2
+    assert "from 1 to 10000" in capsys.readouterr().err
