@@ -101,10 +101,11 @@ def _drift_figure(stale: pd.DataFrame) -> Figure:
 def _accuracy_figure(table: pd.DataFrame, stale: pd.DataFrame) -> Figure:
     figure = new_figure(2)
     by_lag, by_product = figure.axes
-    curves(by_lag, table, x="lag", y="accuracy_after", by="learning_rate")
-    by_lag.axhline(table["accuracy_before"].mean(), color="#555555", linewidth=0.8, linestyle=":")
+    gained = table.assign(gained=table["accuracy_after"] - table["accuracy_before"])
+    curves(by_lag, gained, x="lag", y="gained", by="learning_rate")
+    by_lag.axhline(0.0, color="#555555", linewidth=0.8, linestyle=":")
     by_lag.set_xlabel("lag (versions)")
-    by_lag.set_ylabel("held-out accuracy at the end")
+    by_lag.set_ylabel("held-out accuracy gained at the end")
     _by_rate(by_product, stale, "loss")
     by_product.axhline(0.0, color="#555555", linewidth=0.8, linestyle=":")
     by_product.set_ylabel("accuracy lost against lag 0 at the same rate")
@@ -210,9 +211,9 @@ coefficient of variation of the token ratios pi / mu, `sqrt(1 / ESS - 1)`, media
 samples were as old as the lag says. The law holds where the colours fall on one line, and in its strict
 form where that line is parallel to the dotted one.
 
-**accuracy**: left, where held-out accuracy ends against lag, a line a learning rate (dotted: where it
-began). Right, what was lost against lag 0 at the same rate and seed, against the product: the law makes the
-colours fall on one curve. A small rate can lose no more than what it gains at lag 0 in so few steps.
+**accuracy**: left, the held-out accuracy gained at the end against lag, a line a learning rate. Right, what
+was lost against lag 0 at the same rate and seed, against the product: the law makes the colours fall on one
+curve. A small rate can lose no more than what it gains at lag 0 in so few steps.
 
 The paper bounds a bias of the gradient; what is measured here is the distance of the policies that causes
 it, and the accuracy that it costs. AdamW's updates have the size of the learning rate whatever the

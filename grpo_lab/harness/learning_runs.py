@@ -71,11 +71,12 @@ class LearningCurve:
 
     def row(self) -> dict[str, Setting]:
         """The figures of a tidy row; ``*_series`` are JSON lists, one entry a step or an evaluation."""
-        after = self.accuracies[-LAST_EVALUATIONS:]
+        before = self.accuracies[0][2]
+        after = statistics.fmean(value for _, _, value in self.accuracies[-LAST_EVALUATIONS:])
         last = self.steps[-max(1, round(len(self.steps) * LAST_SHARE)) :]
         return {
-            "accuracy_before": self.accuracies[0][2],
-            "accuracy_after": statistics.fmean(value for _, _, value in after),
+            "accuracy_before": before,
+            "accuracy_after": after,
             "reward_last": statistics.fmean(step.reward for step in last),
             "staleness_mean": statistics.fmean(step.staleness for step in self.steps),
             "staleness_last": statistics.fmean(step.staleness for step in last),
