@@ -1,29 +1,30 @@
 """Does the simulation predict runs that it has not seen?
 
 Question
-    Calibrate the simulation from real runs of two settings on this machine. What are then its errors for
-    held-out settings: throughput, time per step, time of a sync, staleness, time to first token and per token?
+    Calibrate the simulation from real runs of a few settings on this machine. What are its errors for
+    held-out settings: throughput, time per step, time of a sync, staleness, time to first token and between
+    tokens?
 
 What is done
     1. The calibration runs (``CALIBRATION``), and the fit.
     2. The predictions for the held-out settings (``HELD_OUT``, named here before anything is measured),
        written to ``predictions.json`` before the first of their real runs starts.
-    3. The real runs of all held-out settings in turns, every second repeat backwards; 5 repeats, or 2
-       with ``--quick``. Each is a process of its own with a seed of its own. Evaluation is off.
-    4. Errors of means, beside the real runs' own spread: the expectation is an error of at most the largest of
-       that spread (two standard errors of the mean) and 5 % of throughput, 0.25 versions of mean staleness,
-       15 % of the sync's time.
+    3. The real runs of all held-out settings in turns, every second repeat backwards; 5 repeats, or 2 with
+       ``--quick``. Each is a process of its own with a seed of its own. Evaluation is off.
+    4. Errors of means, beside the real runs' own spread: the expectation is an error of at most 5 % of
+       throughput, 0.25 versions of mean staleness and 15 % of the sync's time, or of two standard errors of
+       the measured mean where that is more.
 
 How to read it
     An error above its limit is printed as missed, and the exit code is 1. A spread of 5 % and more says that
-    the machine was busy, and that the comparison tells little. The calibration knows one machine, one model and
-    one task; engine, trainer and worker share cores, and how much they slow each other down is what was seen
-    in the calibration runs. A setting that shares them otherwise (more engines, more threads) is outside of it.
+    the machine was busy, and that the comparison tells little. The calibration knows one machine, one model
+    and one task; engine, trainer and worker share cores, and how much they slow each other down is what was
+    seen in the calibration runs. A setting that shares them otherwise (more engines or threads) is outside.
 
 Run it on a machine that does nothing else::
 
-    python -m experiments.prediction --quick     about 6 minutes on 2 quiet cores
-    python -m experiments.prediction             about 20 minutes
+    python -m experiments.prediction --quick     3 + 8 real runs of 24 optimizer steps
+    python -m experiments.prediction             3 + 20 real runs of 60 optimizer steps
 """
 
 from __future__ import annotations

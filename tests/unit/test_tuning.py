@@ -237,7 +237,6 @@ def test_command_prints_a_front_and_verifies(
         return {"default": [figures(100, 1.0)] * repeats, "recommended": [figures(140, 1.0)] * repeats}
 
     monkeypatch.setattr(validation_runs, "measure", measured)
-    monkeypatch.setattr("grpo_lab.harness.tuning.BUDGETS", (4, 5))
     words = ["tune", "smoke", "--latency", str(tmp_path / "c.toml"), "--over", "max_inflight=16,64"]
     words += ["--out", str(tmp_path / "best.toml"), "--verify", "--verify-steps", "5"]
     assert main([*words, "--constraint", "staleness_p99<=2"]) == 0
@@ -249,7 +248,7 @@ def test_command_prints_a_front_and_verifies(
 
 
 def test_command_says_when_nothing_keeps_the_constraints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     KNOWN.save(tmp_path / "c.toml")
     words = ["tune", "smoke", "--latency", str(tmp_path / "c.toml"), "--over", "max_inflight=64"]

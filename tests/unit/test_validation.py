@@ -10,11 +10,13 @@ import pytest
 import tyro
 from calibrated_runs import KNOWN, LARGER, RECIPE, records_of, run_directory
 
+from experiments import prediction
 from grpo_lab.cli.main import main
 from grpo_lab.errors import DataError, GrpoLabError
 from grpo_lab.harness.calibration_runs import calibrate, load_real_run
 from grpo_lab.harness.recipe import Recipe, load_recipe
 from grpo_lab.harness.validation import (
+    Figures,
     caveats,
     cluster_of,
     compare,
@@ -154,3 +156,36 @@ def test_a_real_run_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("grpo_lab.harness.validation_runs.sys.executable", "/bin/false")
     with pytest.raises(GrpoLabError, match="smoke ended with exit code 1"):
         run_real(load_recipe("smoke"), tmp_path / "out")
+
+
+# -- the experiment ----------------------------------------------------------------------------------------
+
+
+def test_the_experiments_settings_can_be_run_and_are_held_out() -> None:
+    for changes in (*prediction.CALIBRATION.values(), *prediction.HELD_OUT.values()):
+        recipe = prediction.recipe_of("x", changes, 24)
+        assert cluster_of(recipe_parameters(recipe), KNOWN, seed=0).scenario.steps == 24
+    held_out, known = list(prediction.HELD_OUT.values()), list(prediction.CALIBRATION.values())
+    assert len(held_out) >= 3
+    assert not [changes for changes in held_out if changes in known]
+
+
+def test_the_experiment_counts_errors_above_their_limit() -> None:
+    figures = figures_of(records_of(RECIPE))
+    sync_s = figures.sync_s
+    assert sync_s is not None
+
+    def missed(predicted: Figures, measured: list[Figures]) -> list[str]:
+        return prediction.misses(compare([predicted], measured), len(measured))
+
+    assert missed(figures, [figures] * 5) == []
+    fast = dataclasses.replace(figures, tokens_per_s=figures.tokens_per_s * 1.06)
+    assert missed(fast, [figures] * 5) == ["tokens_per_s"]
+    stale = dataclasses.replace(figures, staleness_mean=figures.staleness_mean - 0.3, sync_s=sync_s * 1.2)
+    assert missed(stale, [figures] * 5) == ["sync_s", "staleness_mean"]
+    # Runs that differ by more than the error say that the error is theirs.
+    spread = [
+        dataclasses.replace(figures, tokens_per_s=figures.tokens_per_s * factor) for factor in (0.8, 1, 1.2)
+    ]
+    assert missed(fast, spread) == []
+    assert missed(dataclasses.replace(figures, sync_s=None), [figures] * 5) == ["sync_s"]
