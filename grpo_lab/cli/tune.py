@@ -31,13 +31,13 @@ class TuneConfig:
     """A recipe's name or TOML file."""
     objective: str = "tokens_per_s"
     """QUANTITY, or min:QUANTITY or max:QUANTITY."""
-    constraint: tuple[str, ...] = ()
-    """For example "staleness_p99<=2"; several hold together."""
+    constraint: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """For example "staleness_p99<=2"; given more than once, all must hold."""
     latency: Path = Path("runs/calibration.toml")
     """What grpo-lab calibrate has written."""
-    over: tuple[str, ...] = ()
-    """Fields to search, for example max_inflight=128,256; default: staleness bound, sync interval, requests
-    in flight, pause mode and cache policy."""
+    over: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A field to search, for example max_inflight=128,256; may be given more than once. Default: staleness
+    bound, sync interval, requests in flight, pause mode and cache policy."""
     candidates: int = 60
     """Recipes that are tried."""
     seeds: int = 1

@@ -238,11 +238,14 @@ def test_command_prints_a_front_and_verifies(
 
     monkeypatch.setattr(validation_runs, "measure", measured)
     words = ["tune", "smoke", "--latency", str(tmp_path / "c.toml"), "--over", "max_inflight=16,64"]
-    words += ["--out", str(tmp_path / "best.toml"), "--verify", "--verify-steps", "5"]
-    assert main([*words, "--constraint", "staleness_p99<=2"]) == 0
+    words += ["--over", "pause_mode=keep,wait", "--out", str(tmp_path / "best.toml")]
+    words += ["--verify", "--verify-steps", "5", "--candidates", "3"]
+    assert main([*words, "--constraint", "staleness_p99<=2", "--constraint", "sync_s<=9"]) == 0
     said = capsys.readouterr().out
     assert "recommended" in said
     assert "ratio recommended / as it is" in said
+    assert "staleness_p99<=2, sync_s<=9" in said  # both, not the last one alone
+    assert "candidates of max_inflight, pause_mode" in said
     assert load_recipe(str(tmp_path / "best.toml")).max_inflight in (16, 64, 256)
     assert [recipe.steps for recipe in ran] == [5, 5]
 
