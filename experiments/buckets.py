@@ -194,7 +194,7 @@ def _two_terms(table: pd.DataFrame) -> Claim:
     return Claim(
         f"buckets x overhead + bytes / bandwidth gives every setting's time within {FIT_WITHIN:.0%}",
         max(f.worst_error for f in found.values()) <= FIT_WITHIN,
-        f"worst error of each fit: {words}",
+        f"at a load average of {table['load_average'].mean():.1f}, worst error of each fit: {words}",
     )
 
 
@@ -257,8 +257,8 @@ and add up to the total (the mark); with two they overlap, `wire` includes waiti
 bar is higher than the mark.
 
 Measured on the machine that ran it, with one thread a side: with fewer than two free cores the two
-processes take turns, and a second buffer can gain nothing. `load_average` is in every row. NCCL is not in
-the grid: it needs a transport for GPUs.
+processes take turns, and a second buffer can gain nothing. `load_average` is in every row: above the number
+of cores no figure here is one to quote. NCCL is not in the grid: it needs a transport for GPUs.
 """
 
 EXPERIMENT = Experiment(
