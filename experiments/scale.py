@@ -1,0 +1,218 @@
+"""How long is a weight sync with 1 to 1,000 engines?
+
+The coordinator syncs all engines at once. The weights go to them from the trainer one by one (``p2p``), down
+a binary tree or around a ring; every node has one uplink and passes on what has arrived whole, bucket by
+bucket. A ring needs many buckets under way: it is shown with 2 slots, as real runs have them, and with one
+for each.
+
+**The closed form.** A version of B equal buckets takes w seconds on a wire, so a bucket w / B, and a hop
+takes a seconds on top. A bucket reaches the last of n engines after D; the next one can follow r later, the
+time that the busiest uplink spends on each:
+
+    p2p     r = n w / B                      D = n w / B + a tree    r = min(n, 2) w / B              D = the
+    largest sum of (k w / B + a) on a path, k-th child of its node ring    r = w / B                        D
+    = n (w / B + a)
+
+With S slots bucket j is sent when bucket j - S has arrived everywhere, so that in the mean S / D buckets a
+second is the most that goes. All B of them take about
+
+    D (1 + floor((B - 1) / S)) + ((B - 1) mod S) r,    or  D + (B - 1) r where S r > D.
+
+    grpo-lab sweep experiments/scale.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from grpo_lab.events import ModelStep, Record, SyncEnded, VersionCommitted, WeightsActivated, WeightsPublished
+from grpo_lab.harness.cluster_runs import ABLATION_CLUSTER, records_of, scenario_of
+from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, Setting, grid, points_of
+from grpo_lab.harness.plots import COLOURS, MARKERS, curves, interval, log_axis, new_figure
+from grpo_lab.sim.scenario import Scenario
+
+NAME = "scale"
+WAYS: Mapping[str, tuple[str, int]] = {
+    "p2p": ("p2p", 2),
+    "tree": ("tree", 4),
+    "ring": ("ring", 4),
+    "ring, 2 slots": ("ring", 2),
+}
+COPY_S = 0.01  # of one version over one link
+TOLERANCE = 0.10
+SMALL = {"way": list(WAYS), "engines": [1, 8, 64, 1000]}
+FULL = {"way": list(WAYS), "engines": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]}
+CLUSTER = dataclasses.replace(
+    ABLATION_CLUSTER,
+    prompts_per_step=4,
+    generations=2,
+    max_inflight=16,
+    mean_tokens=100,
+    max_tokens=200,
+    steps=3,
+    step_s=1.0,
+    network_s=1e-4,
+    bucket_bytes=384,  # one tensor each: equal buckets
+)
+MODEL_BYTES = 1536
+READING = """
+**Sync time.** One by one the time grows with the number of engines, down a tree with its logarithm; a ring
+is about as good for few engines, and pays a hop for every further one. With two slots the ring's pipeline is
+empty most of the time: slots, not links, limit it. Lines are the closed form (docstring), points the
+simulated wire phase under the same coordinator that syncs real clusters.
+
+**Version lag.** All engines load before any of them goes on, so that none serves an older version than
+another; between the first engine that has switched and the last lie only the messages. What a sync takes
+above its wire phase is calls and barriers, made side by side, and hardly grows with the number of engines.
+"""
+
+
+def points(scale: Scale) -> list[Point]:
+    return points_of(NAME, grid(FULL if scale.full else SMALL), scale)
+
+
+def scenario_at(point: Point) -> Scenario:
+    settings = dict(point.settings)
+    topology, slots = WAYS[str(settings.pop("way"))]
+    fixed: dict[str, Setting] = {"topology": topology, "ring_slots": slots, "seed": point.seed}
+    return scenario_of(CLUSTER, {**settings, **fixed, "bandwidth_bytes_s": MODEL_BYTES / COPY_S})
+
+
+def run(point: Point, folder: Path) -> Mapping[str, Setting]:
+    scenario = scenario_at(point)
+    records = records_of(scenario)
+    sizes = next(
+        record.event for record in records if isinstance(record.event, WeightsPublished)
+    ).bucket_nbytes
+    return {**sync_figures(records), "wire_s_predicted": predicted_wire_s(scenario, sum(sizes), len(sizes))}
+
+
+def predicted_wire_s(scenario: Scenario, nbytes: int, buckets: int) -> float:
+    """The closed form of the module's docstring."""
+    engines, slots = scenario.engines, scenario.ring_slots
+    bucket_s = nbytes / scenario.bandwidth_bytes_s / buckets
+    hop_s = scenario.network_s * (1 + scenario.jitter / 2)
+    match scenario.topology:
+        case "p2p":
+            rate_s, all_s = engines * bucket_s, engines * bucket_s + hop_s
+        case "ring":
+            rate_s, all_s = bucket_s, engines * (bucket_s + hop_s)
+        case _:
+            rate_s, all_s = min(engines, 2) * bucket_s, _tree_s(engines, bucket_s, hop_s)
+    if slots * rate_s > all_s:
+        return all_s + (buckets - 1) * rate_s
+    return all_s * (1 + (buckets - 1) // slots) + ((buckets - 1) % slots) * rate_s
+
+
+def _tree_s(engines: int, bucket_s: float, hop_s: float) -> float:
+    """The node n > 0 is the first child of its own for odd n, the second for even n."""
+
+    def path_s(node: int) -> float:
+        total_s = 0.0
+        while node > 0:
+            total_s += (2 - node % 2) * bucket_s + hop_s
+            node = (node - 1) // 2
+        return total_s
+
+    return max(path_s(node) for node in range(1, engines + 1))
+
+
+def sync_figures(records: Sequence[Record]) -> dict[str, Setting]:
+    """``activation_spread_s``: from the first engine that switches to a version to the last, a mean.
+    ``lag_versions_max``: of any model step, how far its weights are behind the newest committed ones.
+    """
+    syncs = [record.event.phases_s for record in records if isinstance(record.event, SyncEnded)]
+    active_s: dict[int, list[float]] = {}
+    committed = lag = 0
+    for record in records:
+        match record.event:
+            case VersionCommitted(version=version):
+                committed = version
+            case WeightsActivated(shard=0, version=version):
+                active_s.setdefault(version, []).append(record.t)
+            case ModelStep(shard=0, version=version):
+                lag = max(lag, committed - version)
+    spreads = [max(times) - min(times) for times in active_s.values()]
+    wire_s, total_s = (statistics.fmean(phases[name] for phases in syncs) for name in ("wire", "total"))
+    return {
+        "wire_s": wire_s,
+        "sync_s": total_s,
+        "rest_s": total_s - wire_s,
+        "activation_spread_s": statistics.fmean(spreads),
+        "lag_versions_max": lag,
+        "versions": committed,
+    }
+
+
+def figures(table: pd.DataFrame) -> dict[str, Figure]:
+    figure = new_figure(3)
+    wire, rest, spread = figure.axes
+    engines = sorted(table["engines"].unique())
+    curves(rest, table, x="engines", y="rest_s", by="way", order=list(WAYS))
+    curves(spread, table, x="engines", y="activation_spread_s", by="way", order=list(WAYS))
+    for index, way in enumerate(WAYS):
+        rows = table[table["way"] == way]
+        line = rows.groupby("engines")["wire_s_predicted"].mean()
+        wire.plot(line.index, line.to_numpy(), color=COLOURS[index], linewidth=1.0, linestyle="--")
+        found = [interval(rows.loc[rows["engines"] == count, "wire_s"]) for count in line.index]
+        means, halves = [mean for mean, _ in found], [half for _, half in found]
+        style = {"color": COLOURS[index], "marker": MARKERS[index], "markersize": 5, "linestyle": "none"}
+        wire.errorbar(line.index, means, yerr=halves, capsize=2.5, label=way, **style)
+    wire.set_yscale("log")
+    wire.legend(frameon=False, fontsize=8)
+    wire.set_ylabel("wire phase of a sync (s); dashed: closed form")
+    rest.set_ylabel("the rest of a sync (s)")
+    spread.set_ylabel("first to last engine that switches (s)")
+    for axes in figure.axes:
+        log_axis(axes, engines, base=10)
+        axes.set_xlabel("engines")
+    for axes in (rest, spread):
+        axes.set_ylim(bottom=0)
+    return {NAME: figure}
+
+
+def claims(table: pd.DataFrame) -> Sequence[Claim]:
+    means = table.groupby(["way", "engines"])[["wire_s", "wire_s_predicted", "rest_s"]].mean()
+    error = (means["wire_s"] - means["wire_s_predicted"]).abs() / means["wire_s_predicted"]
+    most, fewest = table["engines"].max(), table["engines"].min()
+    last = means.xs(most, level="engines")
+    found = [
+        Claim(
+            f"the closed form is within {TOLERANCE:.0%} of the wire phase",
+            bool(error.max() <= TOLERANCE),
+            f"{len(means)} settings, largest error {error.max():.1%} at {error.idxmax()}",
+        ),
+        Claim(
+            f"with {most:,} engines a tree is faster than a ring, and a ring faster than one by one",
+            bool(last.loc["tree", "wire_s"] < last.loc["ring", "wire_s"] < last.loc["p2p", "wire_s"]),
+            ", ".join(f"{way}: {last.loc[way, 'wire_s']:.3g} s" for way in WAYS),
+        ),
+        Claim(
+            "no engine serves weights older than the committed ones",
+            bool((table["lag_versions_max"] == 0).all()),
+            f"{table['versions'].sum()} syncs; all switch within {table['activation_spread_s'].max():.2g} s",
+        ),
+    ]
+    rest = means["rest_s"].groupby("engines").mean()
+    words = "calls and barriers grow by less than a half from the fewest engines to the most"
+    evidence = f"{1000 * rest[fewest]:.2g} ms with {fewest}, {1000 * rest[most]:.2g} ms with {most:,}"
+    return [*found, Claim(words, bool(rest[most] < 1.5 * rest[fewest]), evidence)]
+
+
+EXPERIMENT = Experiment(
+    NAME,
+    "How does the time of a weight sync grow from 1 to 1,000 engines, by the way of the weights, and how far "
+    "do engines' versions lag?",
+    points,
+    run,
+    figures,
+    claims,
+    READING,
+    defaults={"copy_s": COPY_S, "bucket_bytes": CLUSTER.bucket_bytes, "scope": "global"},
+)
