@@ -42,7 +42,8 @@ def fuzz(
 
     Args:
         minutes: how long to search; without it, 1, and with --exhaustive until all was tried.
-        scenario: any, quiet (no faults), faults (one small cluster) or schedules (the order of events only).
+        scenario: any, quiet (no faults), faults (one small cluster), churn (engines that die and return) or
+            schedules (the order of events only).
         out: directory of the failure files; it is made when there is something to write.
         seed: of the search. The same seed finds the same things, as far as the time goes.
         max_examples: ends the search earlier.

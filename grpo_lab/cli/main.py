@@ -60,7 +60,7 @@ COMMANDS = {
     "record": Command(
         "measure a server under steady loads, fit the step latency", "grpo_lab.cli.record", "record"
     ),
-    "bench": Command("measure on this machine: bench pack, bench sync", "grpo_lab.cli.bench"),
+    "bench": Command("measure on this machine: bench pack, sync, sim", "grpo_lab.cli.bench"),
     "sweep": Command("run an experiment's grid and draw its figures", "grpo_lab.cli.sweep", "sweep"),
     "calibrate": Command("fit the simulation's times to a real run", "grpo_lab.cli.calibrate", "calibrate"),
     "validate": Command("predict a held-out run, print the error", "grpo_lab.cli.validate", "validate"),

@@ -59,7 +59,7 @@ async def _version_of(engine: VllmHttpEngine) -> str:
         if error.status == NOT_FOUND:
             raise EngineError(
                 f"{engine.name} has no RL routes, so its weights cannot be updated: start vLLM with "
-                "VLLM_SERVER_DEV_MODE=1, or grpo-lab serve without --no-rl-routes"
+                "VLLM_SERVER_DEV_MODE=1, or grpo-lab serve with --rl-routes"
             ) from error
         raise
     return ""

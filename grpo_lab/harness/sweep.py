@@ -117,8 +117,8 @@ def load_experiment(path: Path) -> Experiment:
     name = f"{path.resolve().parent.name}.{path.stem}"
     try:
         module = importlib.import_module(name)
-    except ImportError as error:
-        raise DataError(f"{path}: cannot be imported as {name}: {error}") from error
+    except (Exception, SystemExit) as error:  # the file is the user's: it may raise anything
+        raise DataError(f"{path}: cannot be imported as {name}: {type(error).__name__}: {error}") from error
     experiment = getattr(module, "EXPERIMENT", None)
     if not isinstance(experiment, Experiment):
         raise DataError(f"{path}: has no EXPERIMENT, an Experiment of grpo_lab.harness.experiment")

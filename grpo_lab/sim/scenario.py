@@ -6,6 +6,7 @@ rule that was broken and the place in the trace where it showed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -322,7 +323,8 @@ class Failure:
         except OSError as error:
             raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what went wrong before says more
+                partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:

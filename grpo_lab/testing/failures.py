@@ -5,6 +5,7 @@ Whatever a file holds, reading it gives a case that can be run, or ``TraceError`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -113,7 +114,8 @@ class ScopeCase:
         except OSError as error:
             raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what went wrong before says more
+                partial.unlink(missing_ok=True)
 
 
 def load_case(path: Path) -> ClusterCase | ScopeCase:
@@ -144,6 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
         if size > LARGEST_FILE_BYTES:
             raise TraceError(f"{path}: {size:,} bytes; a failure file has at most {LARGEST_FILE_BYTES:,}")
         row = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
     except (OSError, ValueError, RecursionError) as error:
         raise TraceError(f"{path}: no failure file can be read: {error}") from error
     if not isinstance(row, dict):

@@ -132,7 +132,7 @@ def load_coordinator(name: str) -> CoordinatorType:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError("coordinator", name, f"module:Class that can be imported ({error})") from error
     if not (isinstance(found, type) and issubclass(found, Coordinator)):
         raise ConfigError("coordinator", name, "a subclass of grpo_lab.protocol.coordinator.Coordinator")

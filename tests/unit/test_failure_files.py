@@ -2,12 +2,16 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
 from grpo_lab.cli.main import main
+from grpo_lab.errors import ConfigError, TraceError
 from grpo_lab.sim.scenario import Failure, Scenario
 from grpo_lab.sim.tape import Tape
+from grpo_lab.testing.failures import load_case
+from grpo_lab.testing.search import load_coordinator
 
 GOOD = {
     "schema": 1,
@@ -148,3 +152,21 @@ def test_a_damaged_trace_is_refused_or_judged_but_never_crashes(line, tmp_path, 
     path.write_text(line + "\n")
     assert main(["check", str(path)]) in (0, 1, 2)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_file_with_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "half.json"
+    path.write_text('{"schema": 1, "rule": "\\ud800"}')
+    with pytest.raises(TraceError, match="no failure file can be read"):
+        load_case(path)
+
+
+def test_a_coordinator_with_a_relative_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="module:Class"):
+        load_coordinator("..:x")
+
+
+def test_a_failure_is_refused_by_name_where_no_directory_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TraceError, match="cannot be written"):
+        Failure(Scenario(steps=1), Tape([]), "S1", "", 0).save(tmp_path / "file" / "below" / "S1-1.json")

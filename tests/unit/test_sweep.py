@@ -239,6 +239,9 @@ def test_the_interval_is_students():
         ("none.py", None, "expected an experiment's file"),
         ("empty.py", "x = 1\n", "has no EXPERIMENT"),
         ("broken.py", "import no_such_module_anywhere\n", "cannot be imported"),
+        ("raises.py", "1 / 0\n", "ZeroDivisionError"),
+        ("syntax.py", "def (\n", "SyntaxError"),
+        ("exits.py", "raise SystemExit(7)\n", "SystemExit: 7"),
         ("notes.txt", "x", "expected an experiment's file"),
     ],
 )
