@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grpo_lab.testing.mutants.campaign import Clean, Kill, Result
 
 SURVIVED = 1
+PICTURES = (".svg", ".png", ".pdf")
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
@@ -26,6 +27,7 @@ def mutants(
     json: Path | None = None,
     html: Path | None = None,
     table: Path | None = None,
+    plot: Path | None = None,
     seconds_per_mutant: float = 60.0,
     workers: int = 0,
     out: Path = Path("runs/mutants"),
@@ -40,14 +42,15 @@ def mutants(
     Args:
         only: a mutant's id (M01-a) or case (M01); may be given several times.
         json: also write the result to this file.
-        html: also write the kill table to this page.
+        html: also write the kill table, with its figure, to this page.
+        plot: also draw the kill table into this file (.svg, .png or .pdf).
         table: also write the kill table into this Markdown file, between its two marks.
         seconds_per_mutant: until a mutant counts as survived.
         workers: processes; 0 is one a core.
         out: directory of the cases that were found (``grpo-lab replay`` runs them) and of the progress.
         resume: keep what an interrupted call has found.
-        real: also those that are planted in a run with real processes, in shared memory and over gloo (ten
-            seconds each).
+        real: also those of the real trainer on the virtual clock, and of runs with real processes, in shared
+            memory and over gloo (ten seconds each).
     """
     # Imported after the arguments were read: it takes seconds, and --help should not.
     from grpo_lab.testing.mutants.campaign import run_campaign  # noqa: PLC0415
@@ -56,6 +59,8 @@ def mutants(
 
     if not 0 < seconds_per_mutant <= 86_400:
         raise ConfigError("seconds_per_mutant", seconds_per_mutant, "above 0, at most 86,400")
+    if plot is not None and plot.suffix not in PICTURES:
+        raise ConfigError("plot", str(plot), f"a file that ends in {', '.join(PICTURES)}")
     if workers < 0:
         raise ConfigError("workers", workers, "an integer of at least 0")
     picked = chosen(only, real=real)
@@ -71,6 +76,8 @@ def mutants(
         )
     console.print(summary(result), soft_wrap=True)
     _write(result, json, html, table)
+    if plot is not None:
+        _draw(result, plot)
     return SURVIVED if result.survivors or result.alarms else 0
 
 
@@ -129,3 +136,10 @@ def _write(result: Result, to_json: Path | None, to_html: Path | None, to_table:
             raise ConfigError("table", str(to_table), f"a file with the marks {BEGIN} and {END}")
         with replacing(to_table) as temporary:
             temporary.write_text(f"{before}{BEGIN}\n{page.markdown(result)}{END}{after}", encoding="utf-8")
+
+
+def _draw(result: Result, path: Path) -> None:
+    from grpo_lab.testing.mutants import figure, page  # noqa: PLC0415
+
+    with replacing(path) as temporary:
+        figure.save(result, page.summary(result), temporary, path.suffix)

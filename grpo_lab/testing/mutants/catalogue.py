@@ -25,12 +25,14 @@ _PARTS = (coordinator, worker, engine, updates, packer, landing, trainer, resume
 
 
 def all_mutants(*, real: bool = False) -> tuple[Mutant, ...]:
-    """``real``: also those in the real world."""
+    """``real``: also those of the real trainer on the virtual clock, and those of real processes."""
     found = [mutant for part in _PARTS for mutant in part.MUTANTS]
     if real:
-        from grpo_lab.testing.mutants.real import REAL_MUTANTS  # noqa: PLC0415 - it imports the real trainer
+        # Imported only where they are asked for: the real trainer takes seconds.
+        from grpo_lab.testing.mutants.real import REAL_MUTANTS  # noqa: PLC0415
+        from grpo_lab.testing.mutants.real_trainer import MUTANTS  # noqa: PLC0415
 
-        found += REAL_MUTANTS
+        found += [*MUTANTS, *REAL_MUTANTS]
     return tuple(sorted(found, key=lambda mutant: _order(mutant.id)))
 
 

@@ -37,6 +37,11 @@ def _found(place: str) -> tuple[Any, str]:
     return importlib.import_module(module), name
 
 
+def distinct_characters(completions: list[str], **_: Any) -> list[float]:
+    """A reward in which the samples of an untrained model differ, so that it has a gradient."""
+    return [float(len(set(text))) for text in completions]
+
+
 def planted_worker(plants: Plants, end: socket.socket, packed_spec: bytes) -> None:
     """``worker_main`` of a worker's process."""
     plant(plants, "worker")
@@ -50,14 +55,14 @@ def run_trainer(plants: Plants, recipe: dict[str, Any]) -> int:
     from rich.console import Console  # noqa: PLC0415
 
     from grpo_lab.harness import fleet, runner  # noqa: PLC0415
+    from grpo_lab.harness.engine_process import simulated_engine  # noqa: PLC0415
     from grpo_lab.harness.recipe import load_recipe, recipe_with  # noqa: PLC0415
     from grpo_lab.trainer import worker_process  # noqa: PLC0415
 
     plant(plants, "trainer")
-    make_command = fleet.simulated_engine
 
     def planted_engine(*args: Any, **named: Any) -> Any:
-        command = make_command(*args, **named)
+        command = simulated_engine(*args, **named)
         python, _, _, *options = command.arguments
         return dataclasses.replace(
             command, arguments=(python, "-m", ENTRY, "engine", json.dumps(plants), *options)
@@ -90,8 +95,8 @@ def run_engine(plants: Plants, arguments: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     role, plants = arguments[0], [tuple(row) for row in json.loads(arguments[1])]
     if role == "engine":
-        return run_engine(plants, arguments[2:])  # type: ignore[arg-type]
-    return run_trainer(plants, json.loads(arguments[2]))  # type: ignore[arg-type]
+        return run_engine(plants, arguments[2:])
+    return run_trainer(plants, json.loads(arguments[2]))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class RealRuns:
         parts: Parts = {**dict(self.environment), **(plant or {})}
         plants = [(*place, f"{part.__module__}:{part.__qualname__}") for place, part in parts.items()]
         with tempfile.TemporaryDirectory(prefix="grpo-lab-mutant-") as out:
-            recipe = {**dict(self.recipe), "seed": case, "out": out, "model": str(_model(out))}
+            recipe = {**dict(self.recipe), "seed": case, "out": out, "model": str(untrained_model(out))}
             said = _run(plants, recipe)
             events = Path(out, "latest", "events")
             if not events.is_dir():
@@ -103,7 +103,7 @@ def judged(records: list[Record], only: Only, passed_over: Callable[[str], None]
     return found
 
 
-def _run(plants: list[tuple[str, ...]], recipe: dict[str, Any]) -> str:
+def _run(plants: planting.Plants, recipe: dict[str, Any]) -> str:
     """Ends within ``BOUND_S``, with everything that it started."""
     command = [sys.executable, "-m", planting.ENTRY, "trainer", json.dumps(plants), json.dumps(recipe)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -125,7 +125,7 @@ def _run(plants: list[tuple[str, ...]], recipe: dict[str, Any]) -> str:
     return said[-4000:]
 
 
-def _model(out: str) -> Path:
+def untrained_model(out: str) -> Path:
     """An untrained model: these runs are not about learning."""
     from grpo_lab.tasks import get_task  # noqa: PLC0415
     from grpo_lab.tasks.tiny_model import TinyModelSpec, build_model  # noqa: PLC0415
@@ -181,8 +181,14 @@ class SendsWhatItWas(AsyncGRPOTrainer):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if "before" not in self.__dict__:
-            self.before = [(name, tensor.clone()) for name, tensor in super().named_tensors()]
+            self.before = copies_of(super().named_tensors())
         return iter(self.before)
+
+
+def copies_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """What is tied stays so: the engine would refuse another plan."""
+    copies: dict[int, torch.Tensor] = {}
+    return [(name, copies.setdefault(tensor.data_ptr(), tensor.clone())) for name, tensor in tensors]
 
 
 class StampsAtCompletion(RolloutWorker):
@@ -217,7 +223,8 @@ class RefusesTheSecond(RlState):
         await super().finish(label, sync, term)
 
 
-_SMALL = {
+SMALL: dict[str, Any] = {
+    "reward": f"{planting.ENTRY}:distinct_characters",
     "steps": 2,
     "prompts_per_step": 2,
     "num_generations": 2,
@@ -231,7 +238,7 @@ _SMALL = {
 
 
 def _runs(name: str, environment: Parts | None = None, **recipe: Any) -> RealRuns:
-    fields = {**_SMALL, **recipe}
+    fields = {**SMALL, **recipe}
     return RealRuns(name, tuple(fields.items()), tuple((environment or {}).items()))
 
 
