@@ -13,7 +13,7 @@ from grpo_lab.harness.tuning import STALENESS, Candidate, Tuned
 from grpo_lab.harness.validation import Figures, compare
 from grpo_lab.report.summary import mean
 
-SHOWN = ("staleness_p99", "sync_s", "ttft_s", "dropped_share")
+SHOWN = ("staleness_p99", "staleness_steps_mean", "sync_s", "dropped_share")
 
 
 def front_table(tuned: Tuned) -> Table:
@@ -23,14 +23,13 @@ def front_table(tuned: Tuned) -> Table:
     goal = "most" if objective.goal == "max" else "least"
     table = Table(title=f"{goal} {objective.quantity} for each staleness (simulated)", title_justify="left")
     for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("recipe", overflow="fold")
-    table.add_column("")
+        table.add_column(name.replace("_", " "), justify="right")  # so that it can be broken
+    table.add_column("recipe", min_width=24, overflow="fold")
     rows = [*tuned.front, *([] if tuned.default in tuned.front else [tuned.default])]
     for row in rows:
         marks = ["recommended"] if row == tuned.recommended else []
         marks += [] if row.feasible else ["breaks a constraint"]
-        table.add_row(*(_number(row.figures, name) for name in columns), _words(row), ", ".join(marks))
+        table.add_row(*(_number(row.figures, name) for name in columns), "\n".join([_words(row), *marks]))
     return table
 
 
