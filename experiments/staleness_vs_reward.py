@@ -132,7 +132,7 @@ def _trace(axes: Axes, entries: pd.DataFrame, x: str, y: str, arms: Sequence[str
         axes.fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.set_ylim(*((0, 1) if y == "reward" else (-0.5, 0.6)))
+    axes.set_ylim(*((0, 0.8) if y == "reward" else (-0.5, 0.6)))
 
 
 def _ratios(table: pd.DataFrame) -> Figure:
