@@ -160,6 +160,20 @@ class ResumesBeforeCommit(Coordinator):
             super()._commit()
 
 
+class CommitsAgain(Coordinator):
+    """A version that is committed is committed once more.
+
+    Own case: the commit is in a block that is tried again when the resume behind it was slow.
+    Planted: the commit is told a second time after the resume.
+    Exposed by: any sync. S1: a version is used once.
+    """
+
+    async def _resume(self) -> None:
+        await super()._resume()
+        if self._moved:
+            self._commit()
+
+
 class Quorum(Delivery):
     """A commit is content with some of the members.
 
@@ -215,6 +229,7 @@ MUTANTS = (
         with_actions(FirstErrorSkipsTheRest),
     ),
     Mutant("M32", ("D4",), spaces.MANY_SYNCS, SleepsFirst, {"coordinator": SleepsFirst}),
+    Mutant("M80", ("S1",), spaces.QUIET, CommitsAgain, {"coordinator": CommitsAgain}),
     Mutant("M53", ("S3",), spaces.QUIET, ResumesBeforeCommit, {"coordinator": ResumesBeforeCommit}),
     Mutant("M55", ("S11",), spaces.UPDATE_ERRORS, Quorum, with_delivery(Quorum)),
     Mutant(
