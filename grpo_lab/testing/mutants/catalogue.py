@@ -15,13 +15,27 @@ from grpo_lab.testing.mutants import (
     packer,
     ranks,
     resume,
+    stock,
     trainer,
     updates,
     worker,
 )
 from grpo_lab.testing.mutants.mutant import Mutant
 
-_PARTS = (coordinator, worker, engine, updates, packer, landing, trainer, resume, ranks, metrics, config)
+_PARTS = (
+    coordinator,
+    worker,
+    engine,
+    updates,
+    packer,
+    landing,
+    stock,
+    trainer,
+    resume,
+    ranks,
+    metrics,
+    config,
+)
 
 
 def all_mutants(*, real: bool = False) -> tuple[Mutant, ...]:

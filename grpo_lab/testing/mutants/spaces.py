@@ -17,7 +17,8 @@ _PAUSES = st.sampled_from(("keep", "abort", "wait"))
 _NETWORK_S = st.sampled_from((0.0, 0.005, 0.05))
 
 
-def _work(**more: Any) -> dict[str, Any]:
+def work(**more: Any) -> dict[str, Any]:
+    """What varies nearly everywhere."""
     return {
         "engines": st.integers(1, 2),
         "steps": st.integers(2, 4),
@@ -58,17 +59,17 @@ ENGINES = ("engine-0", "engine-1")
 _SYNC_CALLS = ("start_update", "update", "finish_update")
 _TRAINER_CALLS = ("pause", "start_update", "update", "finish_update", "resume")
 
-QUIET = Clusters("quiet", varied(BASE, **_work()))
+QUIET = Clusters("quiet", varied(BASE, **work()))
 """No fault: what is broken is broken always, or under some schedule."""
 
-CANARY = Clusters("canary", varied(dataclasses.replace(BASE, canary=True), **_work()))
+CANARY = Clusters("canary", varied(dataclasses.replace(BASE, canary=True), **work()))
 """No fault; the engines' scores are compared with the trainer's own."""
 
 LONG_REQUESTS = Clusters(
     "long requests",
     varied(
         dataclasses.replace(BASE, token_s=0.1, step_s=0.05, slots=6, queue_capacity=4, max_inflight=12),
-        **_work(
+        **work(
             mean_tokens=st.sampled_from((16, 32)), max_tokens=st.just(64), max_staleness=st.integers(1, 2)
         ),
     ),
@@ -79,7 +80,7 @@ FREE_ADMISSION = Clusters(
     "free admission",
     varied(
         dataclasses.replace(BASE, staleness_policy="drop", token_s=0.05, slots=8, max_inflight=12),
-        **_work(
+        **work(
             steps=st.integers(3, 6),
             staleness_policy=st.sampled_from(("drop", "freshest")),
             lengths=st.just("heavy"),
@@ -93,7 +94,7 @@ UPDATE_ERRORS = Clusters(
     "update errors",
     varied(
         BASE,
-        **_work(
+        **work(
             engines=st.just(2),
             faults=_some(_fault(("error", "unavailable", "hang_reply", "lose_reply"), _SYNC_CALLS, ENGINES)),
         ),
@@ -105,7 +106,7 @@ SYNC_ERRORS = Clusters(
     "sync errors",
     varied(
         BASE,
-        **_work(
+        **work(
             engines=st.just(2),
             sync_attempts=st.integers(1, 2),
             min_engines=st.integers(1, 2),
@@ -124,7 +125,7 @@ BAD_BUCKETS = Clusters(
     "bad buckets",
     varied(
         BASE,
-        **_work(
+        **work(
             engines=st.just(2),
             faults=_some(_fault(("flip", "truncate", "lose", "repeat", "swap"), (BUCKET_CALL,), ENGINES)),
         ),
@@ -136,7 +137,7 @@ REPEATED_CALLS = Clusters(
     "repeated calls",
     varied(
         BASE,
-        **_work(faults=_some(_fault(("duplicate", "lose_reply"), (*_SYNC_CALLS, "generate"), ("engine-0",)))),
+        **work(faults=_some(_fault(("duplicate", "lose_reply"), (*_SYNC_CALLS, "generate"), ("engine-0",)))),
     ),
 )
 """Calls arrive twice, or are asked again because the answer was lost."""
@@ -145,7 +146,7 @@ DYING_ENGINE = Clusters(
     "dying engine",
     varied(
         dataclasses.replace(BASE, max_staleness=2),
-        **_work(
+        **work(
             engines=st.integers(1, 2),
             steps=st.integers(3, 6),
             step_s=st.sampled_from((0.5, 2.0)),
@@ -164,7 +165,7 @@ DYING_TRAINER = Clusters(
     "dying trainer",
     varied(
         BASE,
-        **_work(
+        **work(
             engines=st.just(1),
             steps=st.integers(3, 5),
             weight_sync_steps=st.just(1),
@@ -187,7 +188,7 @@ DELAYED_TERM = Clusters(
     "delayed messages of a dead trainer",
     varied(
         BASE,
-        **_work(
+        **work(
             engines=st.just(2),
             steps=st.integers(3, 4),
             step_s=st.sampled_from((2.0, 8.0)),
@@ -206,7 +207,7 @@ BUSY_ENGINE = Clusters(
     "failing requests",
     varied(
         BASE,
-        **_work(
+        **work(
             steps=st.integers(3, 5),
             faults=_some(
                 st.one_of(
@@ -230,7 +231,7 @@ SLOW_TRAINER = Clusters(
     "slow trainer",
     varied(
         dataclasses.replace(BASE, faults=(Fault("delay", "engine-0", "health", 1, 0.5),)),
-        **_work(steps=st.integers(4, 6), step_s=st.sampled_from((20.0, 40.0))),
+        **work(steps=st.integers(4, 6), step_s=st.sampled_from((20.0, 40.0))),
     ),
 )
 """Minutes of virtual time, in which little happens."""
@@ -250,7 +251,7 @@ RESUME_ERRORS = Clusters(
     "resume errors",
     varied(
         BASE,
-        **_work(engines=st.just(2), faults=_some(_fault(("error", "unavailable"), ("resume",), ENGINES))),
+        **work(engines=st.just(2), faults=_some(_fault(("error", "unavailable"), ("resume",), ENGINES))),
     ),
 )
 """A resume is refused."""
@@ -259,7 +260,7 @@ FAILED_SYNCS = Clusters(
     "syncs that bad buckets end",
     varied(
         BASE,
-        **_work(
+        **work(
             engines=st.just(2),
             sync_attempts=st.just(1),
             faults=_some(_fault(("flip", "truncate", "lose"), (BUCKET_CALL,), ENGINES, most=8), 1),
@@ -268,14 +269,14 @@ FAILED_SYNCS = Clusters(
 )
 """A damaged bucket, and no second attempt."""
 
-SLOW_LINKS = Clusters("slow links", varied(BASE, **_work(bandwidth_bytes_s=st.sampled_from((5e3, 2e4)))))
+SLOW_LINKS = Clusters("slow links", varied(BASE, **work(bandwidth_bytes_s=st.sampled_from((5e3, 2e4)))))
 """Weights take longer than messages."""
 
 OUT_OF_ORDER = Clusters(
     "out of order",
     varied(
         dataclasses.replace(BASE, lengths="heavy", slots=8, queue_capacity=6, max_inflight=12, token_s=0.05),
-        **_work(
+        **work(
             lengths=st.just("heavy"),
             mean_tokens=st.just(8),
             max_tokens=st.just(64),
@@ -291,7 +292,7 @@ MANY_PREFIXES = Clusters(
     "repeated prefixes",
     varied(
         dataclasses.replace(BASE, engines=1, prompts_per_step=4, max_inflight=16, queue_capacity=6),
-        **_work(engines=st.just(1), steps=st.integers(3, 5), prompts_per_step=st.just(4)),
+        **work(engines=st.just(1), steps=st.integers(3, 5), prompts_per_step=st.just(4)),
     ),
 )
 """Every fourth prompt begins with the same tokens, over several versions."""
@@ -302,7 +303,7 @@ CROWDED = Clusters(
         dataclasses.replace(
             BASE, token_s=0.1, step_s=0.05, prompts_per_step=2, generations=3, queue_capacity=6
         ),
-        **_work(
+        **work(
             engines=st.just(1),
             slots=st.integers(1, 2),
             max_inflight=st.sampled_from((12, 18)),
