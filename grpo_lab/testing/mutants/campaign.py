@@ -86,6 +86,7 @@ class Result:
 
 def hunt_mutant(mutant: Mutant, seconds: float, *, shrink_s: float = 5.0, out: Path | None = None) -> Kill:
     """One mutant, until an expected rule fires or the time is over."""
+    shrink_s = shrink_s if mutant.fixture.repeats else 0.0
     hunted = hunt(mutant.fixture, mutant.planted, frozenset(mutant.rules), seconds=seconds, shrink_s=shrink_s)
     rule = message = saved = ""
     events = 0
@@ -129,7 +130,8 @@ def _all_that_fire(mutant: Mutant, case: Any, rule: str, others: Iterable[str]) 
 
 def hunt_clean(fixture: Fixture[Any], seconds: float, examples: int, out: Path | None = None) -> Clean:
     """The correct protocol through the cases that the fixture's mutants went through, all rules watching."""
-    hunted = hunt(fixture, None, None, seconds=seconds, shrink_s=5.0, max_examples=examples)
+    shrink_s = 5.0 if fixture.repeats else 0.0
+    hunted = hunt(fixture, None, None, seconds=seconds, shrink_s=shrink_s, max_examples=examples)
     message = saved = ""
     if hunted.found is not None:
         case, finding = hunted.found

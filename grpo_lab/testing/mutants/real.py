@@ -128,12 +128,13 @@ def _run(plants: planting.Plants, recipe: dict[str, Any]) -> str:
 def untrained_model(out: str) -> Path:
     """An untrained model: these runs are not about learning."""
     from grpo_lab.tasks import get_task  # noqa: PLC0415
-    from grpo_lab.tasks.tiny_model import TinyModelSpec, build_model  # noqa: PLC0415
+    from grpo_lab.tasks.tiny_model import TinyModelSpec, build_model, no_progress_bars  # noqa: PLC0415
 
     path = Path(out, "model")
     network, tokenizer = build_model(TinyModelSpec(num_layers=1, hidden_size=32), get_task("sort_digits"), 0)
-    network.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    with no_progress_bars():
+        network.save_pretrained(path)
+        tokenizer.save_pretrained(path)
     return path
 
 
