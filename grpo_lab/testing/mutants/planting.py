@@ -58,7 +58,9 @@ def run_trainer(plants: Plants, recipe: dict[str, Any]) -> int:
     from grpo_lab.harness.engine_process import simulated_engine  # noqa: PLC0415
     from grpo_lab.harness.recipe import load_recipe, recipe_with  # noqa: PLC0415
     from grpo_lab.trainer import worker_process  # noqa: PLC0415
+    from grpo_lab.trainer.worker_main import die_with_parent  # noqa: PLC0415
 
+    die_with_parent()  # and then its engines and its worker end as well
     plant(plants, "trainer")
 
     def planted_engine(*args: Any, **named: Any) -> Any:
