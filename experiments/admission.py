@@ -25,8 +25,12 @@ from grpo_lab.harness.plots import curves, new_figure
 
 NAME = "admission"
 POLICIES = ("admission", "window", "freshest", "drop")
-SMALL = {"staleness_policy": list(POLICIES), "max_staleness": [1, 2, 4], "max_inflight": [32, 128]}
-FULL = {
+SMALL: Mapping[str, Sequence[Setting]] = {
+    "staleness_policy": list(POLICIES),
+    "max_staleness": [1, 2, 4],
+    "max_inflight": [32, 128],
+}
+FULL: Mapping[str, Sequence[Setting]] = {
     "staleness_policy": list(POLICIES),
     "max_staleness": [1, 2, 3, 4, 6, 8],
     "max_inflight": [32, 64, 128, 256],

@@ -61,8 +61,12 @@ from grpo_lab.sim.scenario import SEQUENCE_SHARE, Scenario
 NAME = "cluster_split"
 DEVICES = 8
 STEP_DEVICE_S = 6.0  # of one optimizer step on one device
-SMALL = {"trainers": [1, 2, 4, 6], "max_inflight": [16, 48, 128], "queue_capacity": [8, 32]}
-FULL = {
+SMALL: Mapping[str, Sequence[Setting]] = {
+    "trainers": [1, 2, 4, 6],
+    "max_inflight": [16, 48, 128],
+    "queue_capacity": [8, 32],
+}
+FULL: Mapping[str, Sequence[Setting]] = {
     "trainers": [1, 2, 3, 4, 5, 6, 7],
     "max_inflight": [16, 32, 48, 64, 128, 256],
     "queue_capacity": [8, 16, 32, 64],

@@ -42,7 +42,7 @@ CLUSTER = dataclasses.replace(
     checkpoint_every_steps=4,
     faults_until_s=3600.0,
 )
-SHARED = {"restart_s": 10.0, "checkpoint_every_steps": 4, "min_engines": 1}
+SHARED: Mapping[str, Setting] = {"restart_s": 10.0, "checkpoint_every_steps": 4, "min_engines": 1}
 READING = """
 **Engines.** Goodput counts tokens of the steps that the final weights have seen. A dead engine costs its
 share of generation until it is back and has the newest weights, and what its samples had said; the trainer
@@ -60,10 +60,10 @@ again until that one is back: every engine's restart is then everybody's.
 
 
 def points(scale: Scale) -> list[Point]:
-    deaths = [0, 2, 4, 8] if scale.full else [0, 2, 6]
-    restarts = [5.0, 20.0, 60.0] if scale.full else [5.0, 40.0]
-    intervals = [1, 2, 4, 8, 16] if scale.full else [1, 4, 16]
-    insisting = {"restart_s": restarts, "min_engines": [1, CLUSTER.engines]}
+    deaths: list[Setting] = [0, 2, 4, 8] if scale.full else [0, 2, 6]
+    restarts: list[Setting] = [5.0, 20.0, 60.0] if scale.full else [5.0, 40.0]
+    intervals: list[Setting] = [1, 2, 4, 8, 16] if scale.full else [1, 4, 16]
+    insisting: dict[str, Sequence[Setting]] = {"restart_s": restarts, "min_engines": [1, CLUSTER.engines]}
     rows = [
         *(_row("engine", **row) for row in grid({"deaths": deaths, "restart_s": restarts})),
         *(_row("trainer", **row) for row in grid({"deaths": deaths, "checkpoint_every_steps": intervals})),
@@ -98,7 +98,7 @@ def scenario_at(point: Point) -> Scenario:
             samples = CLUSTER.prompts_per_step * CLUSTER.generations // CLUSTER.engines
             request = sync * samples + source.randrange(samples)
             faults.append(Fault("crash_before", engine, "generate", request, restart_s))
-    return scenario_of(CLUSTER, {**settings, "seed": point.seed, "faults": tuple(faults)})
+    return dataclasses.replace(scenario_of(CLUSTER, {**settings, "seed": point.seed}), faults=tuple(faults))
 
 
 def fault_figures(records: Sequence[Record]) -> dict[str, Setting]:

@@ -41,8 +41,12 @@ WAYS: Mapping[str, Mapping[str, Setting]] = {
     "keep": {"pause_mode": "keep", "clear_cache": True},
     "keep, old KV": {"pause_mode": "keep", "clear_cache": False},
 }
-SMALL = {"way": list(WAYS), "prefix_policy": ["versioned", "shared"], "length_sigma": [0.4, 0.8, 1.2]}
-FULL = {
+SMALL: Mapping[str, Sequence[Setting]] = {
+    "way": list(WAYS),
+    "prefix_policy": ["versioned", "shared"],
+    "length_sigma": [0.4, 0.8, 1.2],
+}
+FULL: Mapping[str, Sequence[Setting]] = {
     "way": list(WAYS),
     "prefix_policy": ["versioned", "flush", "shared"],
     "length_sigma": [0.2, 0.4, 0.6, 0.8, 1.0, 1.2],

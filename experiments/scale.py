@@ -46,8 +46,11 @@ WAYS: Mapping[str, tuple[str, int]] = {
 }
 COPY_S = 0.01  # of one version over one link
 TOLERANCE = 0.10
-SMALL = {"way": list(WAYS), "engines": [1, 8, 64, 1000]}
-FULL = {"way": list(WAYS), "engines": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]}
+SMALL: Mapping[str, Sequence[Setting]] = {"way": list(WAYS), "engines": [1, 8, 64, 1000]}
+FULL: Mapping[str, Sequence[Setting]] = {
+    "way": list(WAYS),
+    "engines": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000],
+}
 CLUSTER = dataclasses.replace(
     ABLATION_CLUSTER,
     prompts_per_step=4,
@@ -162,8 +165,17 @@ def figures(table: pd.DataFrame) -> dict[str, Figure]:
         wire.plot(line.index, line.to_numpy(), color=COLOURS[index], linewidth=1.0, linestyle="--")
         found = [interval(rows.loc[rows["engines"] == count, "wire_s"]) for count in line.index]
         means, halves = [mean for mean, _ in found], [half for _, half in found]
-        style = {"color": COLOURS[index], "marker": MARKERS[index], "markersize": 5, "linestyle": "none"}
-        wire.errorbar(line.index, means, yerr=halves, capsize=2.5, label=way, **style)
+        wire.errorbar(
+            line.index,
+            means,
+            yerr=halves,
+            color=COLOURS[index],
+            marker=MARKERS[index],
+            markersize=5,
+            linestyle="none",
+            capsize=2.5,
+            label=way,
+        )
     wire.set_yscale("log")
     wire.legend(frameon=False, fontsize=8)
     wire.set_ylabel("wire phase of a sync (s); dashed: closed form")

@@ -20,8 +20,11 @@ from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, Setting
 from grpo_lab.harness.plots import curves, log_axis, new_figure
 
 NAME = "sync_interval"
-SMALL = {"max_staleness": [0, 1, 2, 4], "weight_sync_steps": [1, 2, 4, 8]}
-FULL = {"max_staleness": [0, 1, 2, 3, 4, 8], "weight_sync_steps": [1, 2, 3, 4, 6, 8, 16]}
+SMALL: Mapping[str, Sequence[Setting]] = {"max_staleness": [0, 1, 2, 4], "weight_sync_steps": [1, 2, 4, 8]}
+FULL: Mapping[str, Sequence[Setting]] = {
+    "max_staleness": [0, 1, 2, 3, 4, 8],
+    "weight_sync_steps": [1, 2, 3, 4, 6, 8, 16],
+}
 PANELS = {
     "tokens_per_s": "tokens trained on per second",
     "trainer_idle_share": "share of time the trainer waits",
