@@ -135,13 +135,18 @@ class _Rank:
 
 
 class _Gathered:
-    """Port ``WeightSource``: each bucket of ``packed`` is gathered by all ranks; rank 0 packs it."""
+    """Port ``WeightSource``: each bucket of ``packed`` is gathered by all ranks; rank 0 packs it.
+
+    A gather is a blocking call of the rank's main thread: who waits for it may give up, the gather itself goes
+    on, and the next one begins when it has ended.
+    """
 
     def __init__(self, group: TrainerRanks, rank: int, packed: WeightSource) -> None:
         self._group = group
         self._rank = rank
         self._packed = packed
         self._next = 0
+        self._under_way: asyncio.Task[Bucket] | None = None
 
     @property
     def plan(self) -> JsonDict:
@@ -160,16 +165,29 @@ class _Gathered:
         return self._packed.num_tensors
 
     async def begin(self, sync: SyncId) -> None:
+        await self._end_of_the_last()
         self._next = 0
         if self._rank == 0:
             await self._packed.begin(sync)
 
     async def next(self) -> Bucket | None:
+        await self._end_of_the_last()
         if self._next >= self.num_buckets:
             return None
         index, self._next = self._next, self._next + 1
+        self._under_way = outside(self._gather(index), f"gather of rank {self._rank}")
+        self._under_way.add_done_callback(_retrieve)
+        return await asyncio.shield(self._under_way)
+
+    async def _gather(self, index: int) -> Bucket:
         await self._group.gather(self._rank)
-        return await self._packed.next() if self._rank == 0 else Bucket(index, 0, memoryview(b""), 0, 0)
+        bucket = await self._packed.next() if self._rank == 0 else None
+        return bucket or Bucket(index, 0, memoryview(b""), 0, 0)
+
+    async def _end_of_the_last(self) -> None:
+        last, self._under_way = self._under_way, None
+        if last is not None:
+            await asyncio.gather(last, return_exceptions=True)
 
     def phases_s(self) -> dict[str, float]:
         return self._packed.phases_s() if self._rank == 0 else {}

@@ -19,3 +19,12 @@ def test_a_rank_waits_in_its_gather_while_an_engine_is_slow_to_start():
     fault = Fault("delay", "engine-0", "start_update", 1, duration_s=70.0)
     outcome = simulate(Scenario(engines=2, steps=1, sync_attempts=1, trainer_ranks=2, faults=(fault,))).value
     assert outcome.optimizer_steps == 1
+
+
+def test_a_gather_that_nobody_waits_for_any_more_still_ends_before_the_next():
+    """S29: a hang beyond the transfer's bound cancelled rank 0's gather, which a blocking call cannot be."""
+    fault = Fault("hang", "trainer", "gather", 1, duration_s=25.0)
+    scenario = Scenario(engines=1, steps=1, sync_attempts=1, trainer_ranks=2, faults=(fault,))
+    outcome = simulate(scenario).value
+    assert (outcome.optimizer_steps, outcome.faults) == (1, 1)
+    assert outcome.check.of("S29").evaluations > 0
