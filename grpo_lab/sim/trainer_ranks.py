@@ -137,8 +137,8 @@ class _Rank:
 class _Gathered:
     """Port ``WeightSource``: each bucket of ``packed`` is gathered by all ranks; rank 0 packs it.
 
-    A gather is a blocking call of the rank's main thread: who waits for it may give up, the gather itself goes
-    on, and the next one begins when it has ended.
+    A gather is a blocking call of the rank's main thread: who waits for it may give up, the gather itself
+    goes on, and the next one begins when it has ended.
     """
 
     def __init__(self, group: TrainerRanks, rank: int, packed: WeightSource) -> None:
