@@ -24,6 +24,7 @@ second is the most that goes. All B of them take about
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -157,8 +158,9 @@ def figures(table: pd.DataFrame) -> dict[str, Figure]:
     figure = new_figure(3)
     wire, rest, spread = figure.axes
     engines = sorted(table["engines"].unique())
-    curves(rest, table, x="engines", y="rest_s", by="way", order=list(WAYS))
-    curves(spread, table, x="engines", y="activation_spread_s", by="way", order=list(WAYS))
+    for axes, column in ((rest, "rest_s"), (spread, "activation_spread_s")):
+        milliseconds = table.assign(**{column: table[column] * 1e3})
+        curves(axes, milliseconds, x="engines", y=column, by="way", order=list(WAYS))
     for index, way in enumerate(WAYS):
         rows = table[table["way"] == way]
         line = rows.groupby("engines")["wire_s_predicted"].mean()
@@ -176,11 +178,12 @@ def figures(table: pd.DataFrame) -> dict[str, Figure]:
             capsize=2.5,
             label=way,
         )
-    wire.set_yscale("log")
+    least, most = math.floor(math.log10(table["wire_s"].min())), math.ceil(math.log10(table["wire_s"].max()))
+    log_axis(wire, [10.0**power for power in range(least, most + 1)], base=10, vertical=True)
     wire.legend(frameon=False, fontsize=8)
     wire.set_ylabel("wire phase of a sync (s); dashed: closed form")
-    rest.set_ylabel("the rest of a sync (s)")
-    spread.set_ylabel("first to last engine that switches (s)")
+    rest.set_ylabel("the rest of a sync (ms)")
+    spread.set_ylabel("first to last engine that switches (ms)")
     for axes in figure.axes:
         log_axis(axes, engines, base=10)
         axes.set_xlabel("engines")
