@@ -29,7 +29,8 @@ _spawning = get_context("spawn")
 class LiveCheck:
     """A context around a run. ``seen`` is called, in a thread, for the first violations of every rule.
 
-    It does not decide how the run ends: the whole trace is checked again when it is there.
+    It does not decide how the run ends: the whole trace is checked again when it is there. ``failure`` says
+    afterwards what went wrong with the checking, if anything did.
     """
 
     def __init__(self, events: Path, seen: Callable[[Violation], None]) -> None:
@@ -38,7 +39,7 @@ class LiveCheck:
         self._process = _spawning.Process(target=_check, args=(events, far_end), daemon=True)
         self._far_end = far_end
         self._thread = threading.Thread(target=self._listen, name="live-check", daemon=True)
-        self._error: Exception | None = None
+        self.failure = ""
 
     def __enter__(self) -> Self:
         self._process.start()
@@ -52,14 +53,12 @@ class LiveCheck:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits until the end of the trace was read. Raises what went wrong with the checking."""
+        """Waits until the end of the trace was read."""
         self._process.join(END_S)
         if self._process.exitcode is None:
             self._process.terminate()
             self._process.join(END_S)
         self._thread.join(END_S)
-        if self._error is not None and exc is None:
-            raise self._error
 
     def _listen(self) -> None:
         shown: Counter[str] = Counter()
@@ -67,14 +66,15 @@ class LiveCheck:
             while True:
                 found: Violation | str = self._pipe.recv()
                 if isinstance(found, str):
-                    raise GrpoLabError(f"the trace could not be checked while it was written: {found}")
+                    self.failure = f"the trace could not be checked while it was written: {found}"
+                    continue
                 shown[found.rule] += 1
                 if shown[found.rule] <= SHOWN_PER_RULE:
                     self._seen(found)
         except EOFError:
             pass
-        except Exception as error:  # raised again in the thread of the run
-            self._error = error
+        except Exception as error:  # showing it failed: the run goes on, and says so at its end
+            self.failure = f"violations could not be shown any more: {type(error).__name__}: {error}"
         finally:
             self._pipe.close()
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from grpo_lab.events import RunDeclared, RunEnded
 from grpo_lab.harness.attached import Attached, ask_engines
 from grpo_lab.harness.engine_report import tell_about_engines
 from grpo_lab.harness.fleet import RunningEngine, engine_urls, own_capabilities, running_fleet
+from grpo_lab.harness.live_check import LiveCheck
 from grpo_lab.harness.outcome import (
     VIOLATED,
     Outcome,
@@ -66,21 +68,28 @@ def run(recipe: Recipe, console: Console) -> int:
         with FileRecorder("run", directory.events, run_clock(started_s)) as recorder:
             recorder.emit(declaration(recipe, attached))
             first_term = attached.newest_term + 1 if attached else 1
-            outcome = _attempt(recipe, directory, recorder, started_s, first_term, console)
-            in_flight, queued = 0, 0
-            if outcome.ended == "clean":
-                end_lost_groups(read_parts(directory.events), recorder)
-            else:
-                in_flight, queued = unfinished_samples(read_parts(directory.events))
-            recorder.emit(
-                RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued)
-            )
+            alarm = _Alarm(console, recipe.strict)
+            with LiveCheck(directory.events, alarm.ring) as live:
+                outcome = _attempt(recipe, directory, recorder, started_s, first_term, console, alarm)
+                outcome = alarm.outcome(outcome)
+                _end_trace(directory, recorder, outcome)
+            if live.failure:
+                console.print(f"[yellow]{escape(live.failure)}[/]", soft_wrap=True)
     except OSError as error:  # an event that tells nobody is no reason to leave the rest undone
         outcome = Outcome("failed", f"the trace in {directory.events} could not be written: {error}", 3)
     code = finish_run(directory, outcome, time.monotonic() - started_s, console)
     if recipe.engine != "sim":
         tell_about_engines(directory, console)
     return code
+
+
+def _end_trace(directory: RunDir, recorder: FileRecorder, outcome: Outcome) -> None:
+    in_flight, queued = 0, 0
+    if outcome.ended == "clean":
+        end_lost_groups(read_parts(directory.events), recorder)
+    else:
+        in_flight, queued = unfinished_samples(read_parts(directory.events))
+    recorder.emit(RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued))
 
 
 class _Alarm:
@@ -90,12 +99,26 @@ class _Alarm:
         self._console = console
         self._strict = strict
         self._first: Violation | None = None
+        self._lock = threading.Lock()
+        self._interruptible = False
+
+    @contextlib.contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """A strict run may be interrupted within, where SIGTERM ends it as cleanly as Ctrl-C does."""
+        self._interruptible = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._interruptible = False
 
     def ring(self, found: Violation) -> None:
+        """Called in the thread that listens to the checker."""
         self._console.print(f"[bold red]{found.rule}[/] violated: {escape(found.message)}", soft_wrap=True)
-        if self._first is None and self._strict:
-            self._first = found
-            os.kill(os.getpid(), signal.SIGTERM)  # which ends a run as cleanly as Ctrl-C does
+        with self._lock:
+            if self._strict and self._first is None and self._interruptible:
+                self._first = found
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def outcome(self, outcome: Outcome) -> Outcome:
         """How the run ended, if this is why."""
@@ -176,12 +199,13 @@ def _attempt(
     started_s: float,
     first_term: int,
     console: Console,
+    alarm: _Alarm,
 ) -> Outcome:
     """Runs it with real processes and says how it ended."""
     engines: list[RunningEngine] = []
 
     def body() -> None:
-        with _sigterm_interrupts(), RunProgress(console, recipe.steps) as progress:
+        with _sigterm_interrupts(), alarm.interrupts(), RunProgress(console, recipe.steps) as progress:
             model = model_of(recipe, progress)
             with running_fleet(recipe, directory, recorder, model, started_s, progress, engines) as urls:
                 if recipe.trainer_ranks > 1:
