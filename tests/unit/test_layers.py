@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "vllm_plugin": PARTS | {"transport"},
     "sim": REAL_WORLD | {"check"},
     "harness": TOOLS,
-    "testing": TOOLS,
+    "testing": TOOLS | {"harness"},
     "integrations": TOOLS,
     "cli": TOOLS | {"harness", "testing", "integrations"},
     "experiments": TOOLS | {"harness", "testing", "integrations"},
@@ -67,6 +67,8 @@ BY_NAME = {
     "grpo_lab.harness.sweep": "an experiment, by its file",
     "grpo_lab.testing": "its parts when they are asked for: pytest loads the plugin in every run",
     "grpo_lab.testing.search": "a user's coordinator, module:Class",
+    "grpo_lab.testing.mutants.planting": "what a plant names, and the command whose process it stands in for",
+    "grpo_lab.testing.mutants.real_trainer": "what a plant names",
 }
 
 

@@ -85,13 +85,9 @@ def run_trainer(plants: Plants, recipe: dict[str, Any]) -> int:
 
 
 def run_engine(plants: Plants, arguments: list[str]) -> int:
-    """``grpo-lab serve``."""
-    import tyro  # noqa: PLC0415
-
-    from grpo_lab.cli.serve import ServeConfig, run_server  # noqa: PLC0415
-
+    """``grpo-lab serve``, found by its name: it lies above this package."""
     plant(plants, "engine")
-    return run_server(tyro.cli(ServeConfig, args=arguments))
+    return int(importlib.import_module("grpo_lab.cli.main").main(["serve", *arguments]))
 
 
 def main(arguments: list[str]) -> int:
