@@ -170,7 +170,7 @@ def test_allocation_that_fails_later_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(TransportError, match="cannot allocate"):
         Segment(1 << 50, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # garbage of other tests may go meanwhile
 
 
 def test_only_segments_of_dead_processes_are_swept(tmp_path):
@@ -229,7 +229,7 @@ def test_bad_configuration_is_refused(options):
 
 
 def test_unknown_transport_is_refused():
-    with pytest.raises(ConfigError, match="shm or gloo"):
+    with pytest.raises(ConfigError, match="shm, gloo or stock"):
         make_transport("pigeon", recorder=recorder())
     assert sorted(RECEIVERS) == ["lab_gloo", "lab_shm"]
 
@@ -520,7 +520,7 @@ def test_a_send_that_is_cancelled_or_closed_gives_everything_back(kind):
             await drain(buckets)
         assert kinds_of(transport.recorder)[-1] is ResourceClosed
         await asyncio.sleep(0)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before  # garbage of other tests may go meanwhile
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
     asyncio.run(scenario())
