@@ -94,8 +94,9 @@ class Run:
         raise AssertionError(f"it never came: {self.process.communicate(timeout=5)[0]}")
 
     def pid_of(self, word: str) -> int:
-        (process,) = [one for one in self.family if word in " ".join(one.cmdline())]
-        return process.pid
+        """The newest of these processes: what checks the trace was started before all others."""
+        found = [one for one in self.family if word in " ".join(one.cmdline())]
+        return max(found, key=psutil.Process.create_time).pid
 
     def end(self) -> tuple[int, str]:
         """Exit code and output, within ``BOUND_S`` from now: no fault may take the waits it does not need."""
@@ -219,8 +220,9 @@ def test_a_killed_rank_ends_the_run_and_is_named(start, rank):
     run = start("--steps", "10000", "--trainer-ranks", "2")
     run.wait_for("trainer", "optimizer_step_applied")
     children = psutil.Process(run.process.pid).children()
-    ranks = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
-    sorted(ranks, key=psutil.Process.create_time)[rank].kill()
+    spawned = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+    _, *ranks = sorted(spawned, key=psutil.Process.create_time)  # the first checks the trace
+    ranks[rank].kill()
     code, output = run.end()
     assert code == 3, output
     assert f"trainer rank {rank} was killed by SIGKILL" in output
