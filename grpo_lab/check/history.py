@@ -8,7 +8,6 @@ by comparing the clocks of two actors where a message says otherwise. Only one l
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from grpo_lab.errors import TraceError
 from grpo_lab.events import Record, RunDeclared, make_record, parse_id, split_line
 from grpo_lab.events.record import Place
+from grpo_lab.files import replacing
 
 
 def read_parts(path: Path) -> Iterator[Record]:
@@ -45,16 +45,11 @@ def merge_to(source: Path, target: Path) -> int:
     Lines are copied as they are, also those of kinds that this version does not know. Raises like
     ``read_parts``.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
     count = 0
-    try:
-        with partial.open("wb") as output:
-            for line in _lines_of(source):
-                output.write(line.text)
-                count += 1
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(target) as partial, partial.open("wb") as output:
+        for line in _lines_of(source):
+            output.write(line.text)
+            count += 1
     return count
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_lab.files import write_whole
 from grpo_lab.packing import benchmark_report as report
 from grpo_lab.packing.benchmark import Row, measure
 
@@ -64,9 +65,7 @@ def _write(path: Path, rows: Sequence[Row], found: Sequence[report.Goal], peaks:
         "goals": [dataclasses.asdict(goal) | {"met": goal.met} for goal in found],
         "peak_rss_bytes": list(peaks),
     }
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1))
-    temporary.replace(path)
+    write_whole(path, json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

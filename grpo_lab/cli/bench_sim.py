@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_lab.files import write_whole
 from grpo_lab.harness import sim_benchmark_report as report
 from grpo_lab.harness.sim_benchmark import LONG, MEDIUM, SHORT, SimRow, cases, measure
 
@@ -65,9 +66,7 @@ def _write(path: Path, load: float, rows: Sequence[SimRow], goals: Sequence[repo
         "rows": [dataclasses.asdict(row) for row in rows],
         "goals": [dataclasses.asdict(goal) for goal in goals],
     }
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1))
-    temporary.replace(path)
+    write_whole(path, json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

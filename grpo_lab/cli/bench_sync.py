@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_lab.files import write_whole
 from grpo_lab.harness import sync_benchmark_report as report
 from grpo_lab.harness.sync_benchmark import SyncRow, cases, measure, receiver_processes
 
@@ -73,9 +74,7 @@ def _write(
         "fits": [dataclasses.asdict(fit) for fit in fits],
         "goals": [dataclasses.asdict(goal) for goal in goals],
     }
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1))
-    temporary.replace(path)
+    write_whole(path, json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from grpo_lab.events import (
     WeightsActivated,
     field_types,
 )
+from grpo_lab.files import write_whole
 from grpo_lab.report.strict_json import strict_json
 
 VIOLATED = 1
@@ -92,7 +92,7 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bo
         _show_violations(broken, path, console)
     _show_total(result, console)
     if json is not None:
-        _write_whole(json, strict_json(result.to_json()))
+        _write_json(json, strict_json(result.to_json()))
     return VIOLATED if result.violations else 0
 
 
@@ -192,12 +192,8 @@ def _line(record: Record) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 4] + " ..."
 
 
-def _write_whole(target: Path, text: str) -> None:
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+def _write_json(target: Path, text: str) -> None:
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
+        write_whole(target, text)
     except OSError as error:
         raise UserError(f"--json {target}: {error.strerror or error}. Name a file in a directory") from error
-    finally:
-        partial.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.report.files import replacing
+from grpo_lab.files import replacing
 
 if TYPE_CHECKING:
     from grpo_lab.testing.mutants.campaign import Clean, Kill, Result

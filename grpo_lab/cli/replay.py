@@ -12,7 +12,8 @@ from rich.console import Console
 
 from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record, field_types
-from grpo_lab.report.files import replacing, write_report
+from grpo_lab.files import replacing
+from grpo_lab.report.files import write_report
 
 if TYPE_CHECKING:
     from grpo_lab.testing.failures import Case

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_lab.errors import ConfigError
+from grpo_lab.files import write_whole
 
 if TYPE_CHECKING:
     from grpo_lab.harness.calibration import Calibration
@@ -141,6 +141,4 @@ def _pool(workers: int) -> contextlib.AbstractContextManager[Executor | None]:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from grpo_lab.errors import DataError
+from grpo_lab.files import write_whole
 from grpo_lab.sim.speeds import Speeds
 
 SCHEMA = 1
@@ -186,15 +186,11 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Whole or not at all. Raises ``DataError`` when the place cannot be written to."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(to_toml({"schema": SCHEMA, **dataclasses.asdict(self)}), encoding="utf-8")
-            partial.replace(path)
+            write_whole(path, to_toml({"schema": SCHEMA, **dataclasses.asdict(self)}))
         except OSError as error:
             raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:

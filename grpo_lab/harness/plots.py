@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from scipy import stats
 
+from grpo_lab.files import replacing
 from grpo_lab.report.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SKY, YELLOW, drawing
 
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, INK, YELLOW)
@@ -111,10 +111,8 @@ def save_figure(figure: Figure, stem: Path, stamp: str) -> None:
     figure.supxlabel(stamp, fontsize=6.5, color="#555555", x=0.99, ha="right")
     with drawing(), mpl.rc_context({"svg.hashsalt": "grpo_lab"}):  # equal data, equal bytes
         for suffix, options in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": PNG_DPI})):
-            target = stem.with_suffix(suffix)
-            partial = target.with_name(f".{os.getpid()}.{target.name}")
-            figure.savefig(partial, format=suffix[1:], **options)
-            partial.replace(target)
+            with replacing(stem.with_suffix(suffix)) as partial:
+                figure.savefig(partial, format=suffix[1:], **options)
 
 
 def log_axis(axes: Axes, values: Sequence[float], base: float = 2, *, vertical: bool = False) -> None:

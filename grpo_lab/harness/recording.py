@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
 from grpo_lab.errors import ConfigError, EngineUnreachable
+from grpo_lab.files import write_whole
 from grpo_lab.harness.latency_fit import Fit, fit
 from grpo_lab.harness.load import Load, Measured, apply, served_model
 
@@ -68,8 +68,6 @@ def _write(path: Path, measured: Sequence[Measured], fitted: Fit) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps(data, indent=1) + "\n")
     except OSError as error:
         raise ConfigError("out", str(path), f"a file to write ({error})") from error

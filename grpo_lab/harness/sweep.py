@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -30,6 +29,7 @@ from rich.progress import (
 from rich.table import Table
 
 from grpo_lab.errors import ConfigError, DataError
+from grpo_lab.files import replacing, write_whole
 from grpo_lab.harness.executors import Executor, PointResult
 from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, row_of
 from grpo_lab.harness.plots import save_figure
@@ -94,16 +94,12 @@ class SweepFolder:
 
     def write(self, name: str, text: str) -> None:
         """Whole or not at all."""
-        target = self.path / name
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
+        write_whole(self.path / name, text)
 
     def write_parquet(self, table: pd.DataFrame) -> Path:
         target = self.path / "results.parquet"
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        table.to_parquet(partial, index=False)
-        partial.replace(target)
+        with replacing(target) as partial:
+            table.to_parquet(partial, index=False)
         return target
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pyarrow.parquet as pq
 
 from grpo_lab.errors import TraceError
 from grpo_lab.events import Record, parse_line
+from grpo_lab.files import replacing
 from grpo_lab.report.digest import Digest
 from grpo_lab.report.html import page
 from grpo_lab.report.summary import metrics_table, summarise
@@ -81,17 +80,6 @@ def write_report(run_dir: Path, checked: Mapping[str, Any] | None = None) -> Pat
     with replacing(run_dir / "report.html") as temporary:
         temporary.write_bytes(html.encode("utf-8", "replace"))
     return run_dir / "report.html"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its name on success and is removed on failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _check_result(path: Path) -> dict[str, Any] | None:

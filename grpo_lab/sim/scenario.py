@@ -6,10 +6,8 @@ rule that was broken and the place in the trace where it showed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Literal, Self, get_args
 
 from grpo_lab.engine.block_pool import PrefixPolicy
 from grpo_lab.errors import ConfigError, TraceError
+from grpo_lab.files import write_whole
 from grpo_lab.protocol.admission import StalenessBound, StalenessPolicy
 from grpo_lab.sim.tape import Tape
 from grpo_lab.types import PauseMode
@@ -285,6 +284,15 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+def write_failure(path: Path, row: Mapping[str, Any]) -> None:
+    """A failure file, whole or not at all. Raises ``TraceError`` when the place cannot be written to."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(row, indent=1) + "\n")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A run that broke a rule, whole: it replays exactly.
@@ -315,16 +323,7 @@ class Failure:
             "scenario": scenario,
             "tape": self.tape.to_json(),
         }
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
-        finally:
-            with contextlib.suppress(OSError):  # what went wrong before says more
-                partial.unlink(missing_ok=True)
+        write_failure(path, row)
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -5,10 +5,8 @@ Whatever a file holds, reading it gives a case that can be run, or ``TraceError`
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type
 from grpo_lab.errors import TraceError
 from grpo_lab.events import Record
 from grpo_lab.sim.parts import Parts
-from grpo_lab.sim.scenario import FAILURE_SCHEMA, Failure, Fault, Scenario
+from grpo_lab.sim.scenario import FAILURE_SCHEMA, Failure, Fault, Scenario, write_failure
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
 from grpo_lab.testing.exhaustive import ScopeFailure
@@ -106,16 +104,7 @@ class ScopeCase:
             "scope": failure.scope.to_json(),
             "tape": failure.tape.to_json(),
         }
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
-        finally:
-            with contextlib.suppress(OSError):  # what went wrong before says more
-                partial.unlink(missing_ok=True)
+        write_failure(path, row)
 
 
 def load_case(path: Path) -> ClusterCase | ScopeCase:

@@ -16,7 +16,7 @@ ROOT = Path(grpo_lab.__file__).parent
 REPOSITORY = ROOT.parent
 
 # The allow-list. A unit is a package or a module right below grpo_lab; experiments lie beside it.
-WORDS = {"types", "errors"}
+WORDS = {"types", "errors", "files"}
 EVENTS = WORDS | {"events"}
 SEAMS = EVENTS | {"ports", "recorders"}
 PARTS = SEAMS | {"protocol", "packing", "algorithms", "tasks"}
@@ -26,6 +26,7 @@ TOOLS = REAL_WORLD | TRACE_READERS | {"sim"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
+    "files": set(),
     "events": WORDS,
     "recorders": {"events"},
     "ports": EVENTS,
@@ -56,7 +57,7 @@ RESERVED = {
     "vllm": {"vllm_plugin"},
 }
 HEAVY = ("torch", "transformers", "vllm", "accelerate", "datasets")
-LIGHT_UNITS = ("protocol", "check", "events", "ports", "types", "errors", "recorders")
+LIGHT_UNITS = ("protocol", "check", "events", "ports", "types", "errors", "files", "recorders")
 
 # Modules that import by a name in a string, which the syntax tree does not show.
 BY_NAME = {

@@ -1,0 +1,26 @@
+"""Files that are written whole or not at all: under a temporary name beside their place, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside ``path`` that takes its name on success and is removed on failure."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # what went wrong before says more
+            temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Raises ``OSError`` when the place cannot be written to."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
