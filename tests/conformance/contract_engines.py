@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from contract_asgi import StreamingAsgiTransport
 from contract_rows import KINDS
 from contract_servers import API_KEY, MAX_NUM_SEQS, VLLM_PYTHON, Server, Servers
 from contract_stock import MemoryTrainer, StockTrainer
@@ -22,6 +21,7 @@ from grpo_lab.engine.text import Text
 from grpo_lab.engine.torch_policy import TorchPolicy
 from grpo_lab.recorders import ListRecorder
 from grpo_lab.sim.simulation import SimContext, run_simulation
+from grpo_lab.transport.asgi import AsgiTransport
 from grpo_lab.transport.memory import InMemoryTransport
 from grpo_lab.transport.sender import RingTransport
 from grpo_lab.transport.shared_memory import SharedMemoryTransport
@@ -95,7 +95,7 @@ async def _in_process(context: SimContext, profile: str, model: Model, play: Pla
         faithful=True,
     )
     core.start()
-    network = StreamingAsgiTransport(app)
+    network = AsgiTransport(app)
     try:
         async with httpx.AsyncClient(
             base_url="http://engine", transport=network, timeout=CALL_S, trust_env=False
