@@ -21,9 +21,9 @@ from matplotlib.ticker import NullLocator
 from scipy import stats
 
 from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, Setting, grid, points_of
-from grpo_lab.harness.learning_runs import FAST_ENGINES, LEARNING, long_table, room_for, run_learning
+from grpo_lab.harness.learning_runs import LEARNING, long_table, run_point
 from grpo_lab.harness.plots import COLOURS, MARKERS, curves, interval, new_figure
-from grpo_lab.harness.recipe import Recipe, recipe_with
+from grpo_lab.harness.recipe import Recipe
 
 NAME = "learning_rate_vs_lag"
 SMALL = {"lag": (0, 4, 8), "learning_rate": (2.5e-5, 5e-5, 1e-4), "steps": (28,)}
@@ -45,17 +45,9 @@ def run(point: Point, folder: Path) -> Mapping[str, Setting]:
 def run_with(point: Point, folder: Path, base: Recipe) -> Mapping[str, Setting]:
     """The run of a point, in all that the point leaves open as ``base`` says."""
     chosen = point.settings
+    fields = {"correction": "none", **{name: chosen[name] for name in ("learning_rate", "steps")}}
     lag = int(chosen["lag"] or 0)
-    values = {
-        "name": NAME,
-        "max_staleness": lag,
-        "correction": "none",
-        "seed": point.seed,
-        **{name: chosen[name] for name in ("learning_rate", "steps")},
-        **room_for(lag, base.prompts_per_step, base.num_generations),
-    }
-    recipe = recipe_with(values, base)
-    return run_learning(recipe, folder, evaluate_every=EVALUATE_EVERY, speeds=FAST_ENGINES).row()
+    return run_point(point, folder, base, bound=lag, fields=fields, evaluate_every=EVALUATE_EVERY)
 
 
 def measured(table: pd.DataFrame) -> pd.DataFrame:

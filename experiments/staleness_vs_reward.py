@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, Setting, grid, points_of
-from grpo_lab.harness.learning_runs import FAST_ENGINES, LEARNING, long_table, room_for, run_learning
+from grpo_lab.harness.learning_runs import LEARNING, long_table, run_point
 from grpo_lab.harness.plots import COLOURS, MARKERS, curves, interval, new_figure
-from grpo_lab.harness.recipe import Recipe, recipe_with
+from grpo_lab.harness.recipe import Recipe
 
 NAME = "staleness_vs_reward"
 SMALL = {"bound": (2, 8), "correction": ("none", "tis", "clip"), "learning_rate": (5e-5,), "steps": (28,)}
@@ -48,16 +48,9 @@ def run(point: Point, folder: Path) -> Mapping[str, Setting]:
 def run_with(point: Point, folder: Path, base: Recipe) -> Mapping[str, Setting]:
     """The run of a point, in all that the point leaves open as ``base`` says."""
     chosen = point.settings
+    fields = {name: chosen[name] for name in ("correction", "learning_rate", "steps")}
     bound = int(chosen["bound"] or 0)
-    values = {
-        "name": NAME,
-        "max_staleness": bound,
-        "seed": point.seed,
-        **{name: chosen[name] for name in ("correction", "learning_rate", "steps")},
-        **room_for(bound, base.prompts_per_step, base.num_generations),
-    }
-    recipe = recipe_with(values, base)
-    return run_learning(recipe, folder, evaluate_every=EVALUATE_EVERY, speeds=FAST_ENGINES).row()
+    return run_point(point, folder, base, bound=bound, fields=fields, evaluate_every=EVALUATE_EVERY)
 
 
 def figures(table: pd.DataFrame) -> Mapping[str, Figure]:

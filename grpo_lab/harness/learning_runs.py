@@ -12,7 +12,7 @@ import pandas as pd
 from rich.console import Console
 
 from grpo_lab.events import Evaluated, GroupConsumed, OptimizerStepApplied, Record, StepPlanned
-from grpo_lab.harness.experiment import Setting
+from grpo_lab.harness.experiment import Point, Setting
 from grpo_lab.harness.progress import RunProgress
 from grpo_lab.harness.recipe import RECIPES, Recipe, recipe_with
 from grpo_lab.harness.run_dir import make_run_dir
@@ -115,6 +115,25 @@ def run_learning(recipe: Recipe, folder: Path, *, evaluate_every: int, speeds: S
             callbacks=lambda trainer: [EvaluateEvery(trainer, recipe, evaluate_every)],
         )
     return read_learning(recorder.records)
+
+
+def run_point(
+    point: Point,
+    folder: Path,
+    base: Recipe,
+    *,
+    bound: int,
+    fields: Mapping[str, Setting],
+    evaluate_every: int,
+) -> dict[str, Setting]:
+    """The run of a point whose samples may be ``bound`` versions old, as a row.
+
+    ``fields`` are the recipe's that the point decides; all that it leaves open is as ``base`` says.
+    """
+    own = {"name": point.experiment, "max_staleness": bound, "seed": point.seed}
+    room = room_for(bound, base.prompts_per_step, base.num_generations)
+    recipe = recipe_with({**own, **fields, **room}, base)
+    return run_learning(recipe, folder, evaluate_every=evaluate_every, speeds=FAST_ENGINES).row()
 
 
 def room_for(bound: int, prompts_per_step: int, num_generations: int) -> dict[str, int]:
