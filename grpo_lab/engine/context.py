@@ -43,6 +43,10 @@ class Context:
         """Seconds of the epoch by the loop's clock."""
         return int(asyncio.get_running_loop().time() - time.monotonic() + time.time())
 
+    def head(self, name: str, kind: str) -> dict[str, Any]:
+        """The first fields of an answer, and of every chunk of a stream."""
+        return {"id": name, "object": kind, "created": self.created, "model": self.model}
+
     def check_model(self, body: Fields) -> None:
         """Raises a 404 for another model than the served one; none named is fine."""
         name = body.text("model", None)

@@ -142,10 +142,7 @@ class ChatRoutes:
                 }
             )
         return {
-            "id": name,
-            "object": "chat.completion",
-            "created": context.created,
-            "model": context.model,
+            **context.head(name, "chat.completion"),
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": context.fingerprint,
@@ -169,12 +166,7 @@ class ChatRoutes:
         streaming: Streaming,
     ) -> AsyncIterator[dict[str, Any]]:
         context, parameters = self._context, chat.order.parameters
-        head = {
-            "id": name,
-            "object": "chat.completion.chunk",
-            "created": context.created,
-            "model": context.model,
-        }
+        head = context.head(name, "chat.completion.chunk")
         prompt = chat.order.prompts[0]
         scripts = [Transcript(request, context.text, parameters) for request in requests]
         scribe = Scribe(context.text, chat.as_ids)

@@ -191,10 +191,7 @@ class OpenAiRoutes:
 
     def _envelope(self, name: str, choices: list[Any], counts: dict[str, Any]) -> dict[str, Any]:
         return {
-            "id": name,
-            "object": "text_completion",
-            "created": self._context.created,
-            "model": self._context.model,
+            **self._context.head(name, "text_completion"),
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": self._context.fingerprint,
@@ -215,12 +212,7 @@ class OpenAiRoutes:
         streaming: Streaming,
     ) -> AsyncIterator[dict[str, Any]]:
         context = self._context
-        head = {
-            "id": name,
-            "object": "text_completion",
-            "created": context.created,
-            "model": context.model,
-        }
+        head = context.head(name, "text_completion")
         tellers = [
             _Teller(index, request, wish, context, streaming.interval)
             for index, request in enumerate(requests)
