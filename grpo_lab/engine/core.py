@@ -315,17 +315,22 @@ class EngineCore:
             if clear_cache:
                 self._clear_caches()
             self._keep_kv = not clear_cache
-            self.recorder.emit(
-                EnginePaused(
-                    engine=self.config.name,
-                    mode=mode,
-                    clear_cache=clear_cache,
-                    running=len(self.scheduler.running),
-                    waiting=len(self.scheduler.waiting) + len(self._held),
-                    aborted=tuple(request.request_id for request in aborted),
-                    term=term,
-                )
+            self._announce_pause(mode, clear_cache, term, aborted)
+
+    def _announce_pause(
+        self, mode: PauseMode, clear_cache: bool, term: int, aborted: Iterable[Request] = ()
+    ) -> None:
+        self.recorder.emit(
+            EnginePaused(
+                engine=self.config.name,
+                mode=mode,
+                clear_cache=clear_cache,
+                running=len(self.scheduler.running),
+                waiting=len(self.scheduler.waiting) + len(self._held),
+                aborted=tuple(request.request_id for request in aborted),
+                term=term,
             )
+        )
 
     async def resume(self, term: int = 0) -> None:
         self.check_alive()

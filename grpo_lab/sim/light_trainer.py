@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.errors import GrpoLabError
-from grpo_lab.events import CheckpointSaved, MicroBatchBegan, OptimizerStepApplied
+from grpo_lab.events import CheckpointSaved, GroupConsumed, MicroBatchBegan, OptimizerStepApplied
 from grpo_lab.ports import Engine, WeightSource
 from grpo_lab.protocol.admission import StalenessBound
 from grpo_lab.protocol.canary import Canary
@@ -293,15 +293,7 @@ class LightTrainer:
     def _consume(self, groups: Sequence[RolloutGroup]) -> None:
         term = self.term
         for group in groups:
-            self._life.emit(
-                group_consumed(
-                    group,
-                    term=term.term,
-                    version=term.version,
-                    optimizer_step=term.optimizer_step,
-                    optimizer_step_first=term.step_of_version(group.version_first),
-                )
-            )
+            self._life.emit(self._consumed(group))
         samples = [sample for group in groups for sample in group.samples]
         self._life.emit(
             MicroBatchBegan(
@@ -314,6 +306,16 @@ class LightTrainer:
                 samples=len(samples),
                 tokens=sum(len(sample.completion_token_ids) for sample in samples),
             )
+        )
+
+    def _consumed(self, group: RolloutGroup) -> GroupConsumed:
+        term = self.term
+        return group_consumed(
+            group,
+            term=term.term,
+            version=term.version,
+            optimizer_step=term.optimizer_step,
+            optimizer_step_first=term.step_of_version(group.version_first),
         )
 
     def _save(self) -> None:

@@ -12,7 +12,6 @@ from grpo_lab.engine.request import Request, WeightIdentity
 from grpo_lab.engine.settings import RunState
 from grpo_lab.events import (
     CacheHit,
-    EnginePaused,
 )
 from grpo_lab.sim.network import SimulatedEngine
 from grpo_lab.testing.mutants import spaces
@@ -201,16 +200,7 @@ class AcknowledgesAtOnce(EngineCore):
             await super().pause(mode, clear_cache, term)
             return
         self._state = RunState.FROZEN
-        self.recorder.emit(
-            EnginePaused(
-                engine=self.config.name,
-                mode=mode,
-                clear_cache=False,
-                running=len(self.scheduler.running),
-                waiting=len(self.scheduler.waiting) + len(self._held),
-                term=term,
-            )
-        )
+        self._announce_pause(mode, clear_cache=False, term=term)
 
     async def switch_weights(
         self, identity: WeightIdentity, weights_hash: str, loaded: Callable[[], None]
@@ -287,16 +277,7 @@ class PauseRacesTheStep(EngineCore):
         self._state = RunState.FROZEN
         end_s = self._step_began_s + self._step_s
         await asyncio.sleep(end_s - asyncio.get_running_loop().time())
-        self.recorder.emit(
-            EnginePaused(
-                engine=self.config.name,
-                mode=mode,
-                clear_cache=False,
-                running=len(self.scheduler.running),
-                waiting=len(self.scheduler.waiting) + len(self._held),
-                term=term,
-            )
-        )
+        self._announce_pause(mode, clear_cache=False, term=term)
 
 
 class ModeIgnored(SimulatedEngine):

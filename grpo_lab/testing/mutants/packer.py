@@ -26,6 +26,7 @@ from grpo_lab.testing.mutants.clusters import Clusters
 from grpo_lab.testing.mutants.coordinator import with_delivery
 from grpo_lab.testing.mutants.mutant import Mutant
 from grpo_lab.trainer.weight_source import PackedSource
+from grpo_lab.transport.sender import RingTransport
 from grpo_lab.types import Bucket, SyncId
 
 
@@ -225,13 +226,8 @@ class ChangesWhileRead(PackedSource):
         return bucket
 
 
-class SlotTooEarly(SimulatedTransport):
-    """A ring slot is packed again before its readers have ended.
-
-    Field: vllm-ascend#12713: one event for two slots.
-    Planted: the sender does not wait for a slot.
-    Exposed by: more buckets than slots, and a link with latency. S10.
-    """
+class WaitsForNoSlot(RingTransport):
+    """A ring slot is packed again before its readers have ended."""
 
     async def send(self, sync: SyncId, buckets: AsyncIterator[Bucket]) -> float:
         board = self._require_session().board
@@ -241,6 +237,15 @@ class SlotTooEarly(SimulatedTransport):
 
         board.wait_free = free_at_once  # type: ignore[method-assign]
         return await super().send(sync, buckets)
+
+
+class SlotTooEarly(WaitsForNoSlot, SimulatedTransport):
+    """A ring slot is packed again before its readers have ended.
+
+    Field: vllm-ascend#12713: one event for two slots.
+    Planted: the sender does not wait for a slot.
+    Exposed by: more buckets than slots, and a link with latency. S10.
+    """
 
 
 class NeverGivesBack(SimulatedTransport):

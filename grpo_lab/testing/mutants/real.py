@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ from grpo_lab.testing.mutants.coordinator import ForgetsToResume
 from grpo_lab.testing.mutants.engine import AcknowledgesAtOnce
 from grpo_lab.testing.mutants.landing import NothingMoved
 from grpo_lab.testing.mutants.mutant import Finding, Mutant, Only
+from grpo_lab.testing.mutants.packer import WaitsForNoSlot
 from grpo_lab.testing.mutants.trainer import LastSampleLeftOut, Prefetches
 from grpo_lab.testing.mutants.worker import StampedAtCompletion
 from grpo_lab.trainer.term import TrainingTerm
 from grpo_lab.trainer.trainer import AsyncGRPOTrainer
 from grpo_lab.transport.gloo import GlooTransport
-from grpo_lab.transport.sender import RingTransport
 from grpo_lab.transport.shared_memory import SharedMemoryTransport
-from grpo_lab.types import Bucket, SyncId
+from grpo_lab.types import SyncId
 
 BOUND_S = 240.0  # of a machine that does much else; on a quiet one a run takes ten seconds
 
@@ -51,8 +51,21 @@ GLOO = ("trainer", "grpo_lab.transport.receivers:GlooTransport")
 Parts = dict[tuple[str, str], type]
 
 
+class SeedsAsCases:
+    """The part of a fixture whose case is the seed of a run: nothing in it can be made smaller or be kept."""
+
+    def size(self, case: int) -> tuple[int, ...]:
+        return (case,)
+
+    def smaller(self, case: int, fails: Callable[[int], bool]) -> int:
+        return case
+
+    def saved(self, case: int, finding: Finding, protocol: str) -> Failure | None:
+        return None
+
+
 @dataclass(frozen=True)
-class RealRuns:
+class RealRuns(SeedsAsCases):
     """One small run a case. ``recipe`` are fields of a recipe; ``environment`` is there with and without a
     mutant.
     """
@@ -77,15 +90,6 @@ class RealRuns:
                 raise RuntimeError(f"a real run wrote no trace:\n{said}")
             records = list(read_parts(events))
         return judged(records, only, passed_over)
-
-    def size(self, case: int) -> tuple[int, ...]:
-        return (case,)
-
-    def smaller(self, case: int, fails: Callable[[int], bool]) -> int:
-        return case
-
-    def saved(self, case: int, finding: Finding, protocol: str) -> Failure | None:
-        return None
 
 
 def judged(records: list[Record], only: Only, passed_over: Callable[[str], None]) -> Finding | None:
@@ -141,20 +145,7 @@ def untrained_model(out: str) -> Path:
 # --- what is planted beside the parts of the simulated mutants ---------------------------------------------
 
 
-class _SlotTooEarly(RingTransport):
-    """A ring slot is packed again before its readers have ended."""
-
-    async def send(self, sync: SyncId, buckets: AsyncIterator[Bucket]) -> float:
-        board = self._require_session().board
-
-        async def free_at_once(slot: int, timeout_s: float) -> None:
-            board._held[slot] = None
-
-        board.wait_free = free_at_once  # type: ignore[method-assign]
-        return await super().send(sync, buckets)
-
-
-class SlotTooEarlyInMemory(_SlotTooEarly, SharedMemoryTransport):
+class SlotTooEarlyInMemory(WaitsForNoSlot, SharedMemoryTransport):
     """A ring slot in shared memory is packed again before its readers have ended.
 
     Field: vllm-ascend#12713: one event for two slots.
@@ -163,7 +154,7 @@ class SlotTooEarlyInMemory(_SlotTooEarly, SharedMemoryTransport):
     """
 
 
-class SlotTooEarlyOverGloo(_SlotTooEarly, GlooTransport):
+class SlotTooEarlyOverGloo(WaitsForNoSlot, GlooTransport):
     """A buffer of gloo's ring is packed again before it has been sent.
 
     Field: vllm-ascend#12713: one event for two slots.

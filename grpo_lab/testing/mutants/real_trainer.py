@@ -19,9 +19,8 @@ from grpo_lab.harness.run_dir import make_run_dir
 from grpo_lab.harness.runner import declaration
 from grpo_lab.harness.simulated import end_trace, simulate, trace_recorder
 from grpo_lab.sim.real_trainer import TimedTrainer
-from grpo_lab.sim.scenario import Failure
 from grpo_lab.testing.mutants.mutant import Finding, Mutant, Only
-from grpo_lab.testing.mutants.real import SMALL, copies_of, judged, untrained_model
+from grpo_lab.testing.mutants.real import SMALL, SeedsAsCases, copies_of, judged, untrained_model
 from grpo_lab.testing.mutants.resume import OneMarkOnly
 from grpo_lab.testing.mutants.trainer import Prefetches, VersionsForSteps
 from grpo_lab.trainer.term import TrainingTerm
@@ -43,7 +42,7 @@ def planted(parts: Mapping[str, Any]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class SimulatedRuns:
+class SimulatedRuns(SeedsAsCases):
     """``grpo-lab run --world sim`` of a small recipe; a case is its seed."""
 
     name: str
@@ -70,15 +69,6 @@ class SimulatedRuns:
         if outcome.ended != "clean":
             passed_over(outcome.detail[:80])
         return judged(recorder.records, only, passed_over)
-
-    def size(self, case: int) -> tuple[int, ...]:
-        return (case,)
-
-    def smaller(self, case: int, fails: Callable[[int], bool]) -> int:
-        return case
-
-    def saved(self, case: int, finding: Finding, protocol: str) -> Failure | None:
-        return None
 
 
 class SendsWhatItWas(TimedTrainer):

@@ -15,7 +15,6 @@ from grpo_lab.sim.light_trainer import LightTrainer
 from grpo_lab.testing.mutants import spaces
 from grpo_lab.testing.mutants.clusters import Clusters, varied
 from grpo_lab.testing.mutants.mutant import Mutant
-from grpo_lab.trainer.step import group_consumed
 from grpo_lab.trainer.term import TrainingTerm
 from grpo_lab.types import RolloutGroup
 
@@ -137,19 +136,10 @@ class Corrects(LightTrainer):
         return tuple(sorted({span.version for sample in group.samples for span in sample.spans}))
 
     def _consume(self, groups: Sequence[RolloutGroup]) -> None:
-        term = self.term
         for group in groups:
-            self._life.emit(
-                group_consumed(
-                    group,
-                    term=term.term,
-                    version=term.version,
-                    optimizer_step=term.optimizer_step,
-                    optimizer_step_first=term.step_of_version(group.version_first),
-                    correction="tis",
-                    correction_versions=self.versions(group),
-                )
-            )
+            told = self._consumed(group)
+            versions = self.versions(group)
+            self._life.emit(dataclasses.replace(told, correction="tis", correction_versions=versions))
 
 
 class DividesByTheNewest(Corrects):
