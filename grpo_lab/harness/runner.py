@@ -44,6 +44,7 @@ from grpo_lab.harness.trainer_ranks import train_ranks
 from grpo_lab.harness.training import load_training_data, train, trainer_config
 from grpo_lab.harness.vllm_server import vllm_python
 from grpo_lab.recorders import FileRecorder, run_clock
+from grpo_lab.sim.scenario import SHARED_FIELDS
 from grpo_lab.tasks import get_task, task_names
 from grpo_lab.tasks.tiny_model import TinyModelSpec, make_tiny_model
 
@@ -129,22 +130,7 @@ class _Alarm:
 
 def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared:
     """The first event of the trace: every bound that the checker needs, and what the engines can do."""
-    same = (
-        "max_staleness",
-        "max_staleness_steps",
-        "weight_sync_steps",
-        "staleness_policy",
-        "window",
-        "num_generations",
-        "queue_capacity",
-        "pause_mode",
-        "clear_cache",
-        "min_engines",
-        "sync_attempts",
-        "final_sync",
-        "batch_invariant",
-        "heartbeat_stale_after_s",
-    )
+    same = (*SHARED_FIELDS, "num_generations", "batch_invariant", "heartbeat_stale_after_s")
     values: dict[str, Any] = {name: getattr(recipe, name) for name in same}
     own = dataclasses.asdict(own_capabilities(recipe))
     capabilities = {f"engine-{index}": own for index in range(recipe.engines)}

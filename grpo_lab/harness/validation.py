@@ -19,7 +19,7 @@ from grpo_lab.harness.calibration_runs import SETTINGS, RealRun, machine
 from grpo_lab.harness.calibration_trace import RunTrace
 from grpo_lab.harness.cluster_runs import WARM_STEPS, cluster_figures
 from grpo_lab.harness.recipe import Recipe
-from grpo_lab.sim.scenario import Scenario
+from grpo_lab.sim.scenario import SHARED_FIELDS, Scenario
 
 SLOTS, BATCH_TOKENS, KV_BLOCKS = 128, 2048, 2048  # of `grpo-lab serve`, which runs start
 WHOLE_MODEL_BYTES = 1 << 20  # one bucket for the simulated weights
@@ -118,27 +118,13 @@ def cluster_of(
     Raises:
         DataError: the parameters lack something, or ask for what the simulation does not have.
     """
-    same = (
-        "max_staleness",
-        "max_staleness_steps",
-        "weight_sync_steps",
-        "staleness_policy",
-        "window",
-        "queue_capacity",
-        "pause_mode",
-        "clear_cache",
-        "engines",
-        "min_engines",
-        "sync_attempts",
-        "final_sync",
-    )
     try:
         inflight = parameters["max_inflight_tasks"]
         fit = calibration.engine_step
         longest = calibration.source.settings.get("longest_completion_tokens", 1)
         slots = SLOTS if parameters["engine"] == "sim" else inflight + 1
         scenario = Scenario(
-            **{name: parameters[name] for name in same if name in parameters},
+            **{name: parameters[name] for name in (*SHARED_FIELDS, "engines") if name in parameters},
             prompts_per_step=parameters["groups_per_step"],
             generations=parameters["num_generations"],
             max_inflight=inflight,

@@ -64,6 +64,20 @@ ENGINE_CALLS = (
     "score",
     "generate",
 )
+SHARED_FIELDS = (
+    "max_staleness",
+    "max_staleness_steps",
+    "weight_sync_steps",
+    "staleness_policy",
+    "window",
+    "queue_capacity",
+    "pause_mode",
+    "clear_cache",
+    "min_engines",
+    "sync_attempts",
+    "final_sync",
+)
+"""Of a scenario, a recipe and a trace's declaration alike, under one name."""
 SEQUENCE_SHARE, PREFILL_SHARE = 0.01, 0.002  # of a step without a batch, for each sequence or prompt token
 SHARED_PREFIX_TOKENS = 20  # of every fourth prompt: more than a block of the KV cache
 RANK_CALLS = ("agree", "gather")  # collectives of the trainer's ranks

@@ -44,7 +44,7 @@ from grpo_lab.sim.light_trainer import (
 from grpo_lab.sim.light_worker import HEARTBEAT_STALE_S, LightWorker
 from grpo_lab.sim.network import STOCK, Network, SimulatedEngine, SimulatedTransport
 from grpo_lab.sim.parts import Parts
-from grpo_lab.sim.scenario import TRAINER, WORKER, Scenario
+from grpo_lab.sim.scenario import SHARED_FIELDS, TRAINER, WORKER, Scenario
 from grpo_lab.sim.simulation import SimContext, SimResult, run_simulation
 from grpo_lab.sim.stalls import Stalls, task_factory
 from grpo_lab.sim.tape import Tape
@@ -483,25 +483,12 @@ class World:
 def declaration(scenario: Scenario, parts: Parts) -> RunDeclared:
     """Every bound that the checker needs."""
     abilities = STOCK if scenario.stock else parts.abilities
-    same = (
-        "max_staleness",
-        "max_staleness_steps",
-        "weight_sync_steps",
-        "staleness_policy",
-        "window",
-        "queue_capacity",
-        "pause_mode",
-        "clear_cache",
-        "min_engines",
-        "sync_attempts",
-        "final_sync",
-    )
     return RunDeclared(
         world="sim",
         engine="sim",
         seed=scenario.seed,
         parameters={
-            **{name: getattr(scenario, name) for name in same},
+            **{name: getattr(scenario, name) for name in SHARED_FIELDS},
             "groups_per_step": scenario.prompts_per_step,
             "trainer_ranks": scenario.trainer_ranks,
             "num_generations": scenario.generations,
