@@ -68,10 +68,7 @@ def curves(
             capsize=2.5,
             label=None if by is None else (names or {}).get(value, f"{value}"),
         )
-    if by is not None:
-        axes.legend(frameon=False, fontsize=8, title=by.replace("_", " "), title_fontsize=8)
-    axes.set_xlabel(x.replace("_", " "))
-    axes.set_ylabel(y.replace("_", " "))
+    _label(axes, x, y, by)
 
 
 def bars(
@@ -100,6 +97,10 @@ def bars(
             label=None if by is None else f"{value}",
         )
     axes.set_xticks(range(len(categories)), [f"{category}" for category in categories])
+    _label(axes, x, y, by)
+
+
+def _label(axes: Axes, x: str, y: str, by: str | None) -> None:
     if by is not None:
         axes.legend(frameon=False, fontsize=8, title=by.replace("_", " "), title_fontsize=8)
     axes.set_xlabel(x.replace("_", " "))
