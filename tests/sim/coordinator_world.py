@@ -25,7 +25,7 @@ from grpo_lab.packing import BucketPlan, Unpacker, hash64
 from grpo_lab.protocol.canary import Canary
 from grpo_lab.protocol.coordinator import Coordinator, SyncSettings
 from grpo_lab.protocol.timeouts import Timeouts
-from grpo_lab.sim.simulation import SimContext
+from grpo_lab.sim.simulation import SimContext, run_twice
 from grpo_lab.trainer.ranks import SingleRank
 from grpo_lab.trainer.weight_source import PackedSource
 from grpo_lab.transport.memory import InMemoryTransport
@@ -312,3 +312,21 @@ def make_world(
         SyncSettings(canary=canary, timeouts=LIMITS, **settings),
     )
     return World(context, transport, members, tensors, coordinator)
+
+
+def run(scenario, **options):
+    """Connects, does ``scenario(world)``, closes; twice, with equal traces."""
+
+    async def main(context: SimContext):
+        world = make_world(context, **options)
+        await world.coordinator.connect(term=1, base_version=0)
+        await scenario(world)
+        await world.coordinator.close()
+        return world
+
+    return run_twice(main)
+
+
+def of(result, kind):
+    """The events of one kind in a result's trace."""
+    return [record.event for record in result.records if isinstance(record.event, kind)]

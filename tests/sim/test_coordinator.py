@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from coordinator_world import CANARY, LIMITS, Fault, World, make_world
+from coordinator_world import CANARY, LIMITS, Fault, World, make_world, of, run
 
 from grpo_lab.errors import HandshakeError, SyncError
 from grpo_lab.events import (
@@ -21,21 +21,6 @@ from grpo_lab.events import (
 )
 from grpo_lab.sim.simulation import SimContext, run_simulation, run_twice
 from grpo_lab.types import SyncState
-
-
-def run(scenario, **options):
-    async def main(context: SimContext):
-        world = make_world(context, **options)
-        await world.coordinator.connect(term=1, base_version=0)
-        await scenario(world)
-        await world.coordinator.close()
-        return world
-
-    return run_twice(main)
-
-
-def of(result, kind):
-    return [record.event for record in result.records if isinstance(record.event, kind)]
 
 
 async def flip_once(member, bucket, transport):

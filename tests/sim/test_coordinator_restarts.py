@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import coordinator_world
 import pytest
-from coordinator_world import CANARY, Fault, World, make_world
+from coordinator_world import CANARY, Fault, World, make_world, of
 
 from grpo_lab.errors import SyncError
 from grpo_lab.events import EngineAdmitted, EngineFenced, VersionCommitted
@@ -13,18 +14,7 @@ CALLS = ("start_id", "pause", "init_transfer", "start_update", "update", "finish
 
 
 def run(scenario, **options):
-    async def main(context: SimContext):
-        world = make_world(context, canary=CANARY, **options)
-        await world.coordinator.connect(term=1, base_version=0)
-        await scenario(world)
-        await world.coordinator.close()
-        return world
-
-    return run_twice(main)
-
-
-def of(result, kind):
-    return [record.event for record in result.records if isinstance(record.event, kind)]
+    return coordinator_world.run(scenario, canary=CANARY, **options)
 
 
 def check_serving(world: World, *names: str) -> None:

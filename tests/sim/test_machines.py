@@ -1,15 +1,19 @@
 """The state machines: nothing to complain of in the protocol and the engine, and planted bugs are found."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from grpo_lab.engine.core import EngineCore
 from grpo_lab.engine.rl_state import RlState
-from grpo_lab.protocol.coordinator import Coordinator
 from grpo_lab.sim.parts import Parts
 from grpo_lab.testing.machines import CoordinatorMachine, EngineMachine
-from grpo_lab.types import SyncState
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "property"))
+from planted_coordinators import CountsAttempts, ForgetsToResume
 
 QUICK = settings(
     max_examples=20, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
@@ -28,25 +32,6 @@ def test_nothing_is_broken(machine):
 @pytest.mark.parametrize("machine", [CoordinatorMachine, EngineMachine])
 def test_nothing_is_broken_in_a_long_search(machine):
     run_state_machine_as_test(machine, settings=LONG)
-
-
-class CountsAttempts(Coordinator):
-    """Moves the version once more for a sync that needed a retry."""
-
-    def _commit(self):
-        super()._commit()
-        if self._sync.attempt > 1:
-            self.committed += 1
-
-
-class ForgetsToResume(Coordinator):
-    """After a sync that was given up, nobody is resumed."""
-
-    async def _resume(self):
-        if self._moved:
-            await super()._resume()
-        else:
-            self._enter(SyncState.RUNNING)
 
 
 class TakesAnything(RlState):
