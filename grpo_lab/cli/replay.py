@@ -86,13 +86,14 @@ def _write(records: list[Record], html: Path | None, trace: Path | None) -> None
 
 
 def _verdict(case: Case, error: Exception | None, event: int) -> int:
+    file = case.failure
     if error is None:
-        print(f"no rule is broken (the file says {case.rule}, at event {case.event})")  # noqa: T201
+        print(f"no rule is broken (the file says {file.rule}, at event {file.event})")  # noqa: T201
         return 0
     rule = error.rule if isinstance(error, InvariantViolation) else type(error).__name__
     print(f"{rule} at event {event}: {error}")  # noqa: T201
-    if (rule, event, str(error)) == (case.rule, case.event, case.message):
+    if (rule, event, str(error)) == (file.rule, file.event, file.message):
         print("exactly as in the file")  # noqa: T201
     else:
-        print(f"not as in the file, which says {case.rule} at event {case.event}: the code differs")  # noqa: T201
+        print(f"not as in the file, which says {file.rule} at event {file.event}: the code differs")  # noqa: T201
     return VIOLATED

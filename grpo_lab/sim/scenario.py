@@ -338,29 +338,3 @@ class Failure:
             "tape": self.tape.to_json(),
         }
         write_failure(path, row)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Raises ``TraceError`` for a file that is missing, no failure file, or of a newer schema."""
-        try:
-            row = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise TraceError(f"{path}: no failure file can be read: {error}") from error
-        schema = row.get("schema") if isinstance(row, dict) else None
-        if type(schema) is not int:
-            raise TraceError(f"{path}: not a failure file; it has no schema number")
-        if schema > FAILURE_SCHEMA:
-            raise TraceError(f"{path}: schema {schema}; this version reads up to {FAILURE_SCHEMA}")
-        try:
-            scenario = Scenario.from_json({**row["scenario"], "faults": row["faults"]})
-            return cls(
-                scenario,
-                Tape.from_json(row["tape"]),
-                str(row["rule"]),
-                str(row.get("message", "")),
-                int(row.get("event", -1)),
-                tuple(row.get("event_ids", ())),
-                str(row.get("protocol", "")),
-            )
-        except (KeyError, TypeError, ValueError, TraceError) as error:
-            raise TraceError(f"{path}: damaged: {error}") from error

@@ -29,11 +29,7 @@ class Case(Protocol):
     """What a failure file says, and how to run it again."""
 
     @property
-    def rule(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def event(self) -> int: ...
+    def failure(self) -> Failure | ScopeFailure: ...
     def run(self, records: list[Record]) -> None:
         """Fills ``records``; raises what ended the run, if anything did."""
         ...
@@ -46,25 +42,13 @@ class ClusterCase:
     failure: Failure
 
     @property
-    def rule(self) -> str:
-        return self.failure.rule
-
-    @property
-    def message(self) -> str:
-        return self.failure.message
-
-    @property
-    def event(self) -> int:
-        return self.failure.event
-
-    @property
     def protocol(self) -> str:
         return self.failure.protocol
 
     def run(self, records: list[Record]) -> None:
         parts = load_parts(self.protocol)
         # A mutant was searched for one rule, and may have broken others before.
-        only = frozenset({self.rule}) if self.protocol.startswith("mutant:") else None
+        only = frozenset({self.failure.rule}) if self.protocol.startswith("mutant:") else None
         simulate(self.failure.scenario, self.failure.tape, parts=parts, only=only, records=records)
 
 
@@ -74,18 +58,6 @@ class ScopeCase:
 
     failure: ScopeFailure
     protocol: str = ""
-
-    @property
-    def rule(self) -> str:
-        return self.failure.rule
-
-    @property
-    def message(self) -> str:
-        return self.failure.message
-
-    @property
-    def event(self) -> int:
-        return self.failure.event
 
     def run(self, records: list[Record]) -> None:
         parts = Parts(coordinator=load_coordinator(self.protocol))
@@ -116,7 +88,7 @@ def load_case(path: Path) -> ClusterCase | ScopeCase:
     if type(schema) is not int:
         raise TraceError(f"{path}: not a failure file; it has no schema number")
     if not 1 <= schema <= FAILURE_SCHEMA:
-        raise TraceError(f"{path}: schema {schema}; this version reads 1 to {FAILURE_SCHEMA}")
+        raise TraceError(f"{path}: schema {schema}; this version reads up to {FAILURE_SCHEMA}, from 1 on")
     try:
         for name, kind in (("rule", str), ("message", str), ("event", int), ("protocol", str)):
             _require_type(name, row.get(name, kind()), kind)

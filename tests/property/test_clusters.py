@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 
 from grpo_lab.cli.main import main
 from grpo_lab.errors import ConfigError
-from grpo_lab.sim.scenario import Failure
 from grpo_lab.sim.world import simulate
+from grpo_lab.testing.failures import load_case
 from grpo_lab.testing.marks import MUST_BE_REACHED, marks_table
 from grpo_lab.testing.search import SCENARIOS, load_coordinator, run_once, search
 from grpo_lab.testing.strategies import churn, clusters, tapes
@@ -76,8 +76,8 @@ def test_a_planted_bug_is_found_saved_and_replayed(planted, rules, tmp_path, cap
     name = f"planted_coordinators:{planted}"
     words = ["--scenario", "faults", "--minutes", "0.5", "--max-examples", "120", "--out", str(tmp_path)]
     assert main(["fuzz", *words, "--coordinator", name]) == 1
-    path = min(tmp_path.glob("*.json"), key=lambda item: Failure.load(item).rule not in rules)
-    failure = Failure.load(path)
+    path = min(tmp_path.glob("*.json"), key=lambda item: load_case(item).failure.rule not in rules)
+    failure = load_case(path).failure
     assert failure.rule in rules
     assert 1 <= len(failure.scenario.faults) <= 2
     assert sum(1 for choice in failure.tape.choices if choice) <= 5

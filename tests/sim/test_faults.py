@@ -9,6 +9,7 @@ from grpo_lab.events import EngineProved, FaultInjected
 from grpo_lab.sim.scenario import ENGINE_CALLS, Failure, Fault, Scenario
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
+from grpo_lab.testing.failures import load_case
 
 CLUSTER = Scenario(engines=2, steps=4, canary=True, max_staleness=2, faults_until_s=90)
 
@@ -141,7 +142,7 @@ def test_failure_files_round_trip(tmp_path):
     )
     path = tmp_path / "deep" / "failure.json"
     failure.save(path)
-    loaded = Failure.load(path)
+    loaded = load_case(path).failure
     assert dataclasses.replace(loaded, tape=failure.tape) == failure
     assert loaded.tape.choices == (0, 3)
     assert [item.name for item in path.parent.iterdir()] == ["failure.json"]
@@ -168,7 +169,7 @@ def test_damaged_failure_files_are_named(tmp_path, text, words):
     path = tmp_path / "failure.json"
     path.write_text(text)
     with pytest.raises(TraceError, match=words):
-        Failure.load(path)
+        load_case(path)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_planted_bug_is_found_saved_and_replayed(tmp_path, capsys, monkeypatch
     page = tmp_path / "page.html"
     assert main(["replay", str(path), "--html", str(page)]) == 1
     said = capsys.readouterr().out
-    assert f"{case.rule} at event {case.event}" in said
+    assert f"{case.failure.rule} at event {case.failure.event}" in said
     assert "exactly as in the file" in said
     assert "<html" in page.read_text()
 
@@ -122,7 +122,7 @@ def test_a_race_that_first_in_first_out_never_shows_is_found_saved_and_replayed(
     assert main([*words, "--out", str(tmp_path), "--coordinator", name]) == 1
     (path,) = tmp_path.glob("*.json")
     case = load_case(path)
-    assert case.rule == "S1"
+    assert case.failure.rule == "S1"
     assert sum(1 for choice in case.failure.tape.choices if choice) <= 3
     capsys.readouterr()
 
