@@ -22,4 +22,5 @@ clean-vllm:  ## remove .venv-vllm
 
 vllm-check: venv $(STAMP_VLLM)  ## a real vLLM: a whole run, bad updates, kill -9 at every step of a sync
 	$(BIN)/python -m pytest -m nightly -s tests/conformance/test_run_vllm.py \
-	    tests/conformance/test_vllm_plugin.py tests/conformance/test_vllm_kills.py
+	    tests/conformance/test_vllm_plugin.py tests/conformance/test_run_stock.py \
+	    tests/conformance/test_vllm_kills.py

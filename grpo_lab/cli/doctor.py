@@ -103,6 +103,19 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", True, f"{SHM_DIRECTORY}, {free_mib:,} MiB free")
 
 
+def _forgotten() -> Finding:
+    from grpo_lab.harness.shared_files import forgotten  # noqa: PLC0415 - as the other modules
+
+    left = forgotten()
+    if not left:
+        return Finding("forgotten memory", True, "none: every segment is in use")
+    mib = sum(path.stat().st_blocks for path in left if path.exists()) * 512 / (1 << 20)
+    words = f"{len(left)} files, {mib:.1f} MiB, that no process here maps"
+    names = " ".join(path.name for path in left)
+    remedy = f"left by what was killed. Unless another container uses them: cd {SHM_DIRECTORY} && rm {names}"
+    return Finding("forgotten memory", None, words, remedy)
+
+
 def _optional(package: str, brings: str) -> Callable[[], Finding]:
     def check() -> Finding:
         if importlib.util.find_spec(package) is None:
@@ -156,6 +169,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _packing,
     _gloo,
     _shared_memory,
+    _forgotten,
     _cache,
     _cuda,
     _nccl,

@@ -7,12 +7,17 @@ running loop's clock and nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import httpx
 
 from grpo_lab.errors import ConfigError, EngineError, EngineRefused
+from grpo_lab.types import JsonDict
 
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 
@@ -66,8 +71,45 @@ async def served_model(http: httpx.AsyncClient) -> str:
         raise EngineError(f"{http.base_url}: /v1/models names no model: {response.text[:200]}") from error
 
 
-async def apply(http: httpx.AsyncClient, model: str, load: Load, vocabulary: int = 20) -> Measured:
-    """Runs the load to its end.
+Post = Callable[[JsonDict], Awaitable[tuple[int, str]]]
+"""Sends a body to /v1/completions; the answer's status and text."""
+
+
+@contextlib.asynccontextmanager
+async def connection(url: str) -> AsyncIterator[Post]:
+    """A connection of its own, kept open, that costs the machine as little as a client can.
+
+    A client library takes as long for a request as a small model for several tokens, on the cores that the
+    server needs.
+    """
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+
+    async def post(body: JsonDict) -> tuple[int, str]:
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        status, *fields = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        lengths = [int(field.partition(":")[2]) for field in fields if field.startswith("content-length:")]
+        if len(lengths) != 1:
+            raise EngineError(f"{url}: an answer without its length: {status}")
+        return int(status.split()[1]), (await reader.readexactly(lengths[0])).decode()
+
+    try:
+        yield post
+    finally:
+        writer.close()
+
+
+async def apply(
+    http: httpx.AsyncClient,
+    model: str,
+    load: Load,
+    vocabulary: int = 20,
+    connect: Callable[[], contextlib.AbstractAsyncContextManager[Post]] | None = None,
+) -> Measured:
+    """Runs the load to its end, each client through what ``connect`` opens, or through ``http``.
 
     Raises:
         EngineRefused: an answer other than 200, or with another number of tokens.
@@ -76,13 +118,18 @@ async def apply(http: httpx.AsyncClient, model: str, load: Load, vocabulary: int
     clock = asyncio.get_running_loop().time
     numbers = iter(range(load.requests))
 
-    async def client() -> None:
+    async def client(post: Post) -> None:
         for number in numbers:
-            await _one(http, model, load, number, vocabulary)
+            await _one(post, model, load, number, vocabulary)
 
-    began_s = clock()
-    await asyncio.gather(*(client() for _ in range(min(load.concurrency, load.requests))))
-    seconds = clock() - began_s
+    async with contextlib.AsyncExitStack() as stack:
+        opened = [
+            await stack.enter_async_context(connect() if connect else _shared(http))
+            for _ in range(min(load.concurrency, load.requests))
+        ]
+        began_s = clock()
+        await asyncio.gather(*map(client, opened))
+        seconds = clock() - began_s
     after = await _times(http)
     return Measured(
         load.concurrency,
@@ -97,22 +144,34 @@ async def apply(http: httpx.AsyncClient, model: str, load: Load, vocabulary: int
     )
 
 
-async def _one(http: httpx.AsyncClient, model: str, load: Load, number: int, vocabulary: int) -> None:
+@contextlib.asynccontextmanager
+async def _shared(http: httpx.AsyncClient) -> AsyncIterator[Post]:
+    async def post(body: JsonDict) -> tuple[int, str]:
+        response = await http.post("/v1/completions", json=body)
+        return response.status_code, response.text
+
+    yield post
+
+
+def completion_body(model: str, load: Load, number: int, vocabulary: int = 20) -> JsonDict:
+    """Of request ``number``, for /v1/completions."""
     # The number's digits come first, so that no two prompts share a block; ids 0 to 2 are special.
     base = vocabulary - 3
-    prompt = [3 + number // base**digit % base for digit in range(load.prompt_tokens)]
-    body = {
+    return {
         "model": model,
-        "prompt": prompt,
+        "prompt": [3 + number // base**digit % base for digit in range(load.prompt_tokens)],
         "max_tokens": load.completion_tokens,
         "ignore_eos": True,
         "temperature": 1.0,
         "seed": number,
     }
-    response = await http.post("/v1/completions", json=body)
-    if response.status_code != 200:
-        raise EngineRefused(f"request {number}: {response.text[:300]}", response.status_code, response.text)
-    tokens = response.json()["usage"]["completion_tokens"]
+
+
+async def _one(post: Post, model: str, load: Load, number: int, vocabulary: int) -> None:
+    status, text = await post(completion_body(model, load, number, vocabulary))
+    if status != 200:
+        raise EngineRefused(f"request {number}: {text[:300]}", status, text)
+    tokens = json.loads(text)["usage"]["completion_tokens"]
     if tokens != load.completion_tokens:
         raise EngineRefused(f"request {number}: {tokens} tokens, not {load.completion_tokens}", 200, "")
 

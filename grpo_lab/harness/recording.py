@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import httpx
 from grpo_lab.errors import ConfigError, EngineUnreachable
 from grpo_lab.files import write_whole
 from grpo_lab.harness.latency_fit import Fit, fit
-from grpo_lab.harness.load import Load, Measured, apply, served_model
+from grpo_lab.harness.load import Load, Measured, apply, connection, served_model
 
 FIELDS = ("base_s", "prefill_token_s", "sequence_s", "context_token_s")
 
@@ -47,9 +48,10 @@ async def _measure(url: str, loads: Sequence[Load], repeats: int) -> list[Measur
     try:
         async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
             model = await served_model(http)
-            await apply(http, model, loads[0])  # what a server does only once is not measured
-            return [await apply(http, model, load) for _ in range(repeats) for load in loads]
-    except httpx.TransportError as error:
+            connect = partial(connection, url) if url.startswith("http:") else None  # else: over TLS
+            await apply(http, model, loads[0], connect=connect)  # what a server does only once does not count
+            return [await apply(http, model, load, connect=connect) for _ in range(repeats) for load in loads]
+    except (httpx.TransportError, OSError, EOFError) as error:
         raise EngineUnreachable(f"{url}: {error or type(error).__name__}") from error
 
 

@@ -24,6 +24,7 @@ import httpx
 import psutil
 
 from grpo_lab.errors import ConfigError, EngineError
+from grpo_lab.harness.shared_files import mapped_by, remove_unmapped
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -33,7 +34,6 @@ PYTHON_VARIABLE = "GRPO_LAB_VLLM_PYTHON"
 DEFAULT_PYTHON = Path(".venv-vllm", "bin", "python")
 PARENT_VARIABLE = "GRPO_LAB_PARENT_PID"  # read by grpo_lab.vllm_plugin.lifeline
 
-_SHARED_MEMORY = re.compile(r"/dev/shm/\S+")  # noqa: S108 - the directory for POSIX shared memory
 _ERROR_LINE = re.compile(r"^.*?\bERROR\b[^\]]*\] (\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -121,7 +121,7 @@ class VllmServer:
         port = config.port or _free_port(config.host)
         self.url = f"http://{config.host}:{port}"
         self.death_seen = ""  # how it ended before anybody asked it to
-        self._segments: set[str] = set()
+        self._segments: set[Path] = set()
         command = config.command(port)
         config.log.parent.mkdir(parents=True, exist_ok=True)
         self._log: IO[bytes] = config.log.open("ab")
@@ -218,7 +218,7 @@ class VllmServer:
                 self._process.wait(timeout_s)
         finally:
             self._log.close()
-            _remove_unused(self._segments)
+            remove_unmapped(self._segments)
 
     def _group(self) -> list[psutil.Process]:
         """Living members of the process group; it outlives its leader."""
@@ -229,8 +229,8 @@ class VllmServer:
                     members.append(process)
         return members
 
-    def _mapped(self) -> set[str]:
-        return {path for process in self._group() for path in _mapped_by(process.pid)}
+    def _mapped(self) -> set[Path]:
+        return {path for process in self._group() for path in mapped_by(process.pid)}
 
 
 @contextlib.contextmanager
@@ -271,22 +271,3 @@ def _role(process: psutil.Process, leader: int) -> str:
         if word in name:
             return role
     return str(process.name())
-
-
-def _mapped_by(pid: int) -> set[str]:
-    """Files of /dev/shm in the process's memory."""
-    with contextlib.suppress(OSError):
-        return set(_SHARED_MEMORY.findall(Path("/proc", str(pid), "maps").read_text(encoding="utf-8")))
-    return set()
-
-
-def _remove_unused(segments: set[str]) -> None:
-    """Unlinks those of ``segments`` that are there still and that no process maps."""
-    left = {path for path in segments if os.path.exists(path)}
-    if not left:
-        return
-    for process in psutil.process_iter():
-        left -= _mapped_by(process.pid)
-    for path in left:
-        with contextlib.suppress(OSError):
-            os.unlink(path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from contract_rows import KINDS
+from contract_rows import KINDS, STRICT
 from contract_servers import API_KEY, MAX_NUM_SEQS, VLLM_PYTHON, Server, Servers
 from contract_stock import MemoryTrainer, StockTrainer
 from contract_weights import MAX_MODEL_LEN, Model
@@ -47,8 +47,11 @@ Play = Callable[[Target], Awaitable[None]]
 
 def run_row(kind: str, profile: str, model: Model, owner: Servers, play: Play) -> None:
     """Plays on the engine, on the clock that it has."""
-    if kind == "sim":
-        run_simulation(lambda context: _in_process(context, profile, model, play), max_virtual_s=3600)
+    if kind in ("sim", STRICT):
+        faithful = kind == "sim"
+        run_simulation(
+            lambda context: _in_process(context, profile, model, play, faithful), max_virtual_s=3600
+        )
         return
     server = owner.get(kind, profile, model.directory)
     asyncio.run(_over_http(kind, server, model, play))
@@ -71,12 +74,12 @@ async def _over_http(kind: str, server: Server, model: Model, play: Play) -> Non
             await transport.close()
 
 
-async def _in_process(context: SimContext, profile: str, model: Model, play: Play) -> None:
+async def _in_process(context: SimContext, profile: str, model: Model, play: Play, faithful: bool) -> None:
     recorder = context.recorder("suite")
     transport = InMemoryTransport(recorder, accept_timeout_s=30, progress_timeout_s=30)
     trainer = MemoryTrainer()
     policy = TorchPolicy(model.directory, num_blocks=256, max_model_len=MAX_MODEL_LEN["sim"])
-    if model.tied:
+    if model.tied and faithful:
         policy.keep_tied_head()  # as `grpo-lab serve --faithful` does
     core = EngineCore(
         policy,
@@ -92,7 +95,7 @@ async def _in_process(context: SimContext, profile: str, model: Model, play: Pla
         api_key=API_KEY if profile == "keyed" else None,
         model="m",
         text=Text(model.directory),
-        faithful=True,
+        faithful=faithful,
     )
     core.start()
     network = AsgiTransport(app)
@@ -115,6 +118,12 @@ def wanted_kinds() -> tuple[str, ...]:
     if "vllm" in chosen and not VLLM_PYTHON.exists():
         raise ValueError(f"{VLLM_PYTHON} is missing: make venv-vllm")
     return chosen
+
+
+def played_kinds() -> tuple[str, ...]:
+    """The simulation in process is played when it is strict, too."""
+    chosen = wanted_kinds()
+    return (*chosen, STRICT) if "sim" in chosen else chosen
 
 
 def make_model(directory: Path, tied: bool = False) -> Model:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 SERVERS = ("main", "bare", "keyed", "stock", "doomed")
 KINDS = ("sim", "sim-http", "vllm")
+STRICT = "strict"  # the simulated engine in process, without ``--faithful``
 _CALL_KEYS = (
     "call", "json", "raw", "headers", "status", "body", "has", "message", "text", "absent",
 )  # fmt: skip
@@ -42,7 +43,7 @@ class Row:
     dirty: bool = False
     core: bool = False
     tied: bool = False
-    only: tuple[str, ...] = KINDS
+    only: tuple[str, ...] = (*KINDS, STRICT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,6 @@ class Difference:
     engines: tuple[str, ...]
     reason: str
     says: str
-    steps: tuple[Mapping[str, Any], ...] = field(default=())
 
 
 def read_rows(path: Path = HERE / "contract.toml") -> tuple[Row, ...]:
@@ -72,6 +72,16 @@ def read_differences(path: Path = HERE / "differences.toml") -> tuple[Difference
     return tuple(
         Difference(item["row"], tuple(item["engines"]), item["reason"], item["says"])
         for item in data.get("difference", ())
+    )
+
+
+def read_strict(path: Path = HERE / "strict.toml") -> tuple[Difference, ...]:
+    """Of the simulated engine when it is strict, a row each."""
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    return tuple(
+        Difference(row, (STRICT,), item["reason"], says)
+        for item in data["difference"]
+        for row, says in item["says"].items()
     )
 
 

@@ -34,7 +34,7 @@ class Tally:
             return
         self.outcomes[report.outcome] += 1
         _, _, name = report.nodeid.partition("[")
-        kind = next((k for k in ("sim-http", "sim", "vllm") if name.startswith(f"{k}-")), "tables")
+        kind = next((k for k in ("sim-http", "sim", "vllm", "strict") if name.startswith(f"{k}-")), "tables")
         self.by_kind[kind, report.outcome] += 1
         self.seconds[kind] += report.duration
         self.slowest.append((report.duration, name.rstrip("]")))
@@ -59,17 +59,19 @@ def main() -> int:
 
 
 def report(tally: Tally, kinds: list[str], seconds: float) -> None:
-    from contract_rows import read_differences, read_rows
+    from contract_rows import STRICT, read_differences, read_rows, read_strict
 
-    rows, differences = read_rows(), read_differences()
+    rows, differences, strict = read_rows(), read_differences(), read_strict()
     chosen = [row for row in rows if row.core or os.environ.get("CONFORMANCE_ROWS") != "core"]
     print(f"\n{len(chosen)} rows of the contract" + ("" if len(chosen) == len(rows) else f" of {len(rows)}"))
-    for kind in kinds:
+    for kind in [*kinds, STRICT] if "sim" in kinds else kinds:
         counts = ", ".join(f"{count} {out}" for (k, out), count in sorted(tally.by_kind.items()) if k == kind)
-        known = sum(kind in item.engines for item in differences)
+        known = sum(kind in item.engines for item in (*differences, *strict))
         print(f"  {kind:<9} {counts}; {tally.seconds[kind]:.0f} s; {known} rows in the table of differences")
     for item in differences:
         print(f"  differs: {item.row} ({', '.join(item.engines)}): {item.reason}")
+    for reason in dict.fromkeys(item.reason for item in strict):
+        print(f"  differs when strict: {reason} ({', '.join(i.row for i in strict if i.reason == reason)})")
     slowest = ", ".join(f"{name} {took:.0f} s" for took, name in sorted(tally.slowest, reverse=True)[:3])
     print(f"slowest: {slowest}")
     print(f"{sum(tally.outcomes.values())} checks in {seconds:.0f} s")

@@ -6,19 +6,22 @@ import os
 
 import httpx
 import pytest
-from contract_engines import run_row, wanted_kinds
-from contract_rows import read_differences, read_rows
+from contract_engines import played_kinds, run_row
+from contract_rows import STRICT, read_differences, read_rows, read_strict
 from contract_steps import STRETCHES, Player, TooLate
+
+IN_PROCESS = ("sim", STRICT)
 
 
 def wanted(kind, row):
     """``make test`` plays all rows in virtual time, the core ones on a server. Else: all."""
-    return "CONFORMANCE_ENGINES" in os.environ or kind == "sim" or row.core
+    return "CONFORMANCE_ENGINES" in os.environ or kind in IN_PROCESS or row.core
 
 
 ROWS = [row for row in read_rows() if row.core or os.environ.get("CONFORMANCE_ROWS") != "core"]
-DIFFERENCES = {(item.row, kind): item for item in read_differences() for kind in item.engines}
-CASES = [(kind, row) for kind in wanted_kinds() for row in ROWS if kind in row.only and wanted(kind, row)]
+KNOWN = (*read_differences(), *read_strict())
+DIFFERENCES = {(item.row, kind): item for item in KNOWN for kind in item.engines}
+CASES = [(kind, row) for kind in played_kinds() for row in ROWS if kind in row.only and wanted(kind, row)]
 
 
 async def clean_up(player, row):
@@ -35,7 +38,7 @@ def play(kind, row, model, owner, numbers):
         try:
             play_once(kind, row, model, owner, lambda target, s=stretch: Player(target, numbers, s))
         except TooLate:
-            if kind == "sim" or stretch == STRETCHES[-1]:
+            if kind in IN_PROCESS or stretch == STRETCHES[-1]:
                 raise
         else:
             return
@@ -48,13 +51,13 @@ def play_once(kind, row, model, owner, player_on):
             await player.play(row)
         finally:
             await player.close()
-            if kind != "sim":
+            if kind not in IN_PROCESS:
                 await clean_up(player, row)
 
     try:
         run_row(kind, row.server, model, owner, on)
     finally:
-        if row.server == "doomed" and kind != "sim":
+        if row.server == "doomed" and kind not in IN_PROCESS:
             owner.drop(kind, row.server, model.directory)
 
 
@@ -70,9 +73,9 @@ def test_row(kind, row, model, tied_model, owner, sync_numbers):
         play(kind, row, model, owner, sync_numbers)
 
 
-def test_the_table_of_differences_names_rows_and_says_why():
+def test_the_tables_of_differences_name_rows_and_say_why():
     ids = {row.id for row in read_rows()}
-    for item in read_differences():
+    for item in KNOWN:
         assert item.row in ids
         assert len(item.reason) > 20
         assert item.says

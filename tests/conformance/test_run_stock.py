@@ -1,4 +1,5 @@
-"""``grpo-lab run --engine URL --transport stock`` against an engine that answers like a stock vLLM.
+"""``grpo-lab run --engine URL --transport stock`` against engines that have nothing of ours: the simulated
+vLLM when it is faithful, and a real vLLM with a backend in the form of its own.
 
 Such an engine proves nothing itself: the canary does. It holds where the weights have arrived, and does not
 where the engine's CPU build keeps a tied head (the contract's row ``stock-tied-head-stays-old``).
@@ -6,16 +7,18 @@ where the engine's CPU build keeps a tied head (the contract's row ``stock-tied-
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 
 import pytest
 import torch
-from contract_servers import free_port, start
+from contract_servers import STOCK_PLUGIN, free_port, start
 from transformers import AutoModelForCausalLM
-from vllm_served import grpo_lab_run
+from vllm_served import PYTHON, config_for, grpo_lab_run
 
+from grpo_lab.harness.vllm_server import running_vllm
 from grpo_lab.tasks import get_task
 from grpo_lab.tasks.tiny_model import TinyModelSpec, make_tiny_model
 
@@ -39,30 +42,54 @@ def untied(tied, tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def trained(tmp_path):
-    """Exit code, output and summary of a run against a faithful server on the model."""
-    running = []
+@contextlib.contextmanager
+def faithful(model, log):
+    """Address of our simulation as a stock vLLM."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "grpo_lab.cli.serve", str(model), "--faithful",
+        "--rl-routes", "--port", str(port), "--max-num-seqs", "264", "--enable-scale-out",
+        "--logprobs-mode", "processed_logprobs", "--parent-pid", str(os.getpid()),
+        "--weight-transfer-config", '{"backend": "gloo_packed"}',
+    ]  # fmt: skip
+    server = start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, port, log)
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def real(model, log):
+    """Address of a vLLM that has none of our backends chosen and none of our routes."""
+    config = config_for(
+        model,
+        log,
+        max_num_seqs=264,
+        backend="gloo_packed",
+        plugin=False,
+        environment={"PYTHONPATH": str(STOCK_PLUGIN)},
+        extra=("--logprobs-mode", "processed_logprobs"),
+    )
+    with running_vllm(config) as [server]:
+        yield server.url
+
+
+needs_vllm = pytest.mark.skipif(not PYTHON.is_file(), reason="no .venv-vllm: run `make venv-vllm`")
+
+
+@pytest.fixture(params=[faithful, pytest.param(real, marks=needs_vllm)], ids=["simulated", "vllm"])
+def trained(request, tmp_path):
+    """Exit code, output and summary of a run against a server on the model."""
 
     def run(model):
-        port = free_port()
-        command = [
-            sys.executable, "-m", "grpo_lab.cli.serve", str(model), "--faithful",
-            "--rl-routes", "--port", str(port), "--max-num-seqs", "264", "--enable-scale-out",
-            "--logprobs-mode", "processed_logprobs", "--parent-pid", str(os.getpid()),
-            "--weight-transfer-config", '{"backend": "gloo_packed"}',
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        server = start(command, environment, port, tmp_path / "server.log")
-        running.append(server)
         options = ("--model", str(model), "--steps", str(STEPS), "--heldout-prompts", "0", "--final-sync")
-        return grpo_lab_run(
-            tmp_path, "quickstart", "--engine", server.url, "--transport", "stock", *options, timeout_s=600
-        )
+        with request.param(model, tmp_path / "server.log") as url:
+            return grpo_lab_run(
+                tmp_path, "quickstart", "--engine", url, "--transport", "stock", *options, timeout_s=600
+            )
 
-    yield run
-    for server in running:
-        server.stop()
+    return run
 
 
 def test_it_trains_and_the_canary_objects_to_no_version(trained, untied):
