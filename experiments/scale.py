@@ -1,22 +1,25 @@
-"""How long is a weight sync with 1 to 1,000 engines?
+"""How long is a weight sync with 1 to 1,000 engines, and for how long does an engine stand still?
 
 The coordinator syncs all engines at once. The weights go to them from the trainer one by one (``p2p``), down
 a binary tree or around a ring; every node has one uplink and passes on what has arrived whole, bucket by
 bucket. A ring needs many buckets under way: it is shown with 2 slots, as real runs have them, and with one
-for each.
+for each. ``rolling`` is the other scope: one engine after another is paused, gets its weights and goes on,
+while the others generate with what they have.
 
 **The closed form.** A version of B equal buckets takes w seconds on a wire, so a bucket w / B, and a hop
 takes a seconds on top. A bucket reaches the last of n engines after D; the next one can follow r later, the
 time that the busiest uplink spends on each:
 
-    p2p     r = n w / B                      D = n w / B + a tree    r = min(n, 2) w / B              D = the
-    largest sum of (k w / B + a) on a path, k-th child of its node ring    r = w / B                        D
-    = n (w / B + a)
+    p2p     r = n w / B            D = n w / B + a
+    tree    r = min(n, 2) w / B    D = the largest sum of (k w / B + a) on a path, k-th child of its node
+    ring    r = w / B              D = n (w / B + a)
 
 With S slots bucket j is sent when bucket j - S has arrived everywhere, so that in the mean S / D buckets a
 second is the most that goes. All B of them take about
 
     D (1 + floor((B - 1) / S)) + ((B - 1) mod S) r,    or  D + (B - 1) r where S r > D.
+
+Rolling is n times that of one engine.
 
     grpo-lab sweep experiments/scale.py
 """
@@ -30,20 +33,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from grpo_lab.events import ModelStep, Record, SyncEnded, VersionCommitted, WeightsActivated, WeightsPublished
-from grpo_lab.harness.cluster_runs import ABLATION_CLUSTER, records_of, scenario_of
+from grpo_lab.events import (
+    EnginePaused,
+    EngineResumed,
+    ModelStep,
+    Record,
+    SyncEnded,
+    VersionCommitted,
+    WeightsActivated,
+    WeightsPublished,
+)
+from grpo_lab.harness.cluster_runs import ABLATION_CLUSTER, scenario_of
 from grpo_lab.harness.experiment import Claim, Experiment, Point, Scale, Setting, grid, points_of
 from grpo_lab.harness.plots import COLOURS, MARKERS, curves, interval, log_axis, new_figure
+from grpo_lab.ports import Engine, Ranks, Recorder, WeightSource, WeightTransport
+from grpo_lab.protocol.coordinator import Coordinator, SyncReport, SyncSettings
+from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import Scenario
+from grpo_lab.sim.world import simulate
 
 NAME = "scale"
+ROLLING = "rolling"
 WAYS: Mapping[str, tuple[str, int]] = {
     "p2p": ("p2p", 2),
     "tree": ("tree", 4),
     "ring": ("ring", 4),
     "ring, 2 slots": ("ring", 2),
+    ROLLING: ("p2p", 2),
 }
 COPY_S = 0.01  # of one version over one link
 TOLERANCE = 0.10
@@ -68,13 +87,58 @@ MODEL_BYTES = 1536
 READING = """
 **Sync time.** One by one the time grows with the number of engines, down a tree with its logarithm; a ring
 is about as good for few engines, and pays a hop for every further one. With two slots the ring's pipeline is
-empty most of the time: slots, not links, limit it. Lines are the closed form (docstring), points the
-simulated wire phase under the same coordinator that syncs real clusters.
+empty most of the time: slots, not links, limit it. Rolling is point to point with the calls of a sync for
+each engine on top. Lines are the closed form (docstring), points the simulated wire phase under the same
+coordinator that syncs real clusters; `rolling` runs one for each engine in turn, which `grpo-lab run` does
+not do.
 
-**Version lag.** All engines load before any of them goes on, so that none serves an older version than
-another; between the first engine that has switched and the last lie only the messages. What a sync takes
-above its wire phase is calls and barriers, made side by side, and hardly grows with the number of engines.
+**Standing still.** What an engine pays: from its pause to its resume. All of a sync where engines switch
+together; rolling, its own turn alone, whatever the number of the others.
+
+**Version lag.** Together, all engines load before any of them goes on, so that none serves an older version
+than another, and between the first that has switched and the last lie only the messages. Rolling, the last
+engine serves the version before for as long as the turns of all others take, while the trainer, whose
+weights must not change, waits: with 1,000 engines 12 times its step here.
 """
+
+
+class RollingSync(Coordinator):
+    """A coordinator for each engine, one after another, over one transport that each of them joins anew.
+
+    The version moves when the first engine has proved it: the others lag behind until it is their turn.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        transport: WeightTransport,
+        source: WeightSource,
+        ranks: Ranks,
+        recorder: Recorder,
+        settings: SyncSettings,
+    ) -> None:
+        super().__init__(engines, transport, source, ranks, recorder, settings)
+        self._turns = [
+            Coordinator([engine], transport, source, ranks, recorder, settings) for engine in engines
+        ]
+
+    async def connect(self, term: int, base_version: int) -> None:
+        for turn in self._turns:
+            await turn.connect(term, base_version)
+
+    async def sync(self, optimizer_step: int = 0) -> SyncReport:
+        reports = []
+        for turn in self._turns:
+            turn._delivery.forget_members()  # the turn before has taken the transport
+            reports.append(await turn.sync(optimizer_step))
+        phases_s = {
+            name: sum(report.phases_s.get(name, 0.0) for report in reports) for name in reports[0].phases_s
+        }
+        return SyncReport(reports[-1].version, all(report.committed for report in reports), phases_s)
+
+    async def close(self) -> None:
+        for turn in self._turns:
+            await turn.close()
 
 
 def points(scale: Scale) -> list[Point]:
@@ -90,11 +154,18 @@ def scenario_at(point: Point) -> Scenario:
 
 def run(point: Point, folder: Path) -> Mapping[str, Setting]:
     scenario = scenario_at(point)
-    records = records_of(scenario)
+    records: list[Record] = []
+    rolling = point.settings["way"] == ROLLING
+    simulate(scenario, parts=Parts(RollingSync if rolling else Coordinator), records=records, checked=False)
     sizes = next(
         record.event for record in records if isinstance(record.event, WeightsPublished)
     ).bucket_nbytes
-    return {**sync_figures(records), "wire_s_predicted": predicted_wire_s(scenario, sum(sizes), len(sizes))}
+    alone = dataclasses.replace(scenario, engines=1) if rolling else scenario
+    turns = scenario.engines if rolling else 1
+    return {
+        **sync_figures(records),
+        "wire_s_predicted": turns * predicted_wire_s(alone, sum(sizes), len(sizes)),
+    }
 
 
 def predicted_wire_s(scenario: Scenario, nbytes: int, buckets: int) -> float:
@@ -128,27 +199,41 @@ def _tree_s(engines: int, bucket_s: float, hop_s: float) -> float:
 
 
 def sync_figures(records: Sequence[Record]) -> dict[str, Setting]:
-    """``activation_spread_s``: from the first engine that switches to a version to the last, a mean.
-    ``lag_versions_max``: of any model step, how far its weights are behind the newest committed ones.
+    """Means over versions. ``wire_s`` and ``sync_s`` of a version are sums over its syncs: one, or a turn for
+    each engine.
+
+    ``paused_s``: how long an engine stands still. ``activation_spread_s``: from the first engine that
+    switches to a version to the last. ``lag_versions_max``: of any model step, how far its weights are behind
+    the newest committed ones.
     """
-    syncs = [record.event.phases_s for record in records if isinstance(record.event, SyncEnded)]
+    wire_s: dict[int, float] = {}
+    total_s: dict[int, float] = {}
     active_s: dict[int, list[float]] = {}
+    paused_at_s: dict[str, float] = {}
+    paused_s: list[float] = []
     committed = lag = 0
     for record in records:
         match record.event:
+            case SyncEnded(version=version, phases_s=phases_s):
+                wire_s[version] = wire_s.get(version, 0.0) + phases_s["wire"]
+                total_s[version] = total_s.get(version, 0.0) + phases_s["total"]
+            case EnginePaused(engine=engine):
+                paused_at_s[engine] = record.t
+            case EngineResumed(engine=engine) if engine in paused_at_s:
+                paused_s.append(record.t - paused_at_s.pop(engine))
             case VersionCommitted(version=version):
                 committed = version
             case WeightsActivated(shard=0, version=version):
                 active_s.setdefault(version, []).append(record.t)
             case ModelStep(shard=0, version=version):
                 lag = max(lag, committed - version)
-    spreads = [max(times) - min(times) for times in active_s.values()]
-    wire_s, total_s = (statistics.fmean(phases[name] for phases in syncs) for name in ("wire", "total"))
+    wire_mean_s, total_mean_s = statistics.fmean(wire_s.values()), statistics.fmean(total_s.values())
     return {
-        "wire_s": wire_s,
-        "sync_s": total_s,
-        "rest_s": total_s - wire_s,
-        "activation_spread_s": statistics.fmean(spreads),
+        "wire_s": wire_mean_s,
+        "sync_s": total_mean_s,
+        "rest_s": total_mean_s - wire_mean_s,
+        "paused_s": statistics.fmean(paused_s),
+        "activation_spread_s": statistics.fmean(max(times) - min(times) for times in active_s.values()),
         "lag_versions_max": lag,
         "versions": committed,
     }
@@ -156,11 +241,10 @@ def sync_figures(records: Sequence[Record]) -> dict[str, Setting]:
 
 def figures(table: pd.DataFrame) -> dict[str, Figure]:
     figure = new_figure(3)
-    wire, rest, spread = figure.axes
+    wire, paused, spread = figure.axes
     engines = sorted(table["engines"].unique())
-    for axes, column in ((rest, "rest_s"), (spread, "activation_spread_s")):
-        milliseconds = table.assign(**{column: table[column] * 1e3})
-        curves(axes, milliseconds, x="engines", y=column, by="way", order=list(WAYS))
+    for axes, column in ((paused, "paused_s"), (spread, "activation_spread_s")):
+        curves(axes, table[table[column] > 0], x="engines", y=column, by="way", order=list(WAYS))
     for index, way in enumerate(WAYS):
         rows = table[table["way"] == way]
         line = rows.groupby("engines")["wire_s_predicted"].mean()
@@ -178,26 +262,29 @@ def figures(table: pd.DataFrame) -> dict[str, Figure]:
             capsize=2.5,
             label=way,
         )
-    least, most = math.floor(math.log10(table["wire_s"].min())), math.ceil(math.log10(table["wire_s"].max()))
-    log_axis(wire, [10.0**power for power in range(least, most + 1)], base=10, vertical=True)
     wire.legend(frameon=False, fontsize=8)
     wire.set_ylabel("wire phase of a sync (s); dashed: closed form")
-    rest.set_ylabel("the rest of a sync (ms)")
-    spread.set_ylabel("first to last engine that switches (ms)")
-    for axes in figure.axes:
+    paused.set_ylabel("an engine stands still (s a sync)")
+    spread.set_ylabel("first to last engine that switches (s)")
+    for axes, column in ((wire, "wire_s"), (paused, "paused_s"), (spread, "activation_spread_s")):
+        _powers_of_ten(axes, table.loc[table[column] > 0, column])
         log_axis(axes, engines, base=10)
         axes.set_xlabel("engines")
-    for axes in (rest, spread):
-        axes.set_ylim(bottom=0)
     return {NAME: figure}
 
 
+def _powers_of_ten(axes: Axes, values: pd.Series) -> None:
+    least, most = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
+    log_axis(axes, [10.0**power for power in range(least, most + 1)], base=10, vertical=True)
+
+
 def claims(table: pd.DataFrame) -> Sequence[Claim]:
-    means = table.groupby(["way", "engines"])[["wire_s", "wire_s_predicted", "rest_s"]].mean()
+    means = table.groupby(["way", "engines"])[["wire_s", "wire_s_predicted", "rest_s", "paused_s"]].mean()
     error = (means["wire_s"] - means["wire_s_predicted"]).abs() / means["wire_s_predicted"]
-    most, fewest = table["engines"].max(), table["engines"].min()
+    most = table["engines"].max()
     last = means.xs(most, level="engines")
-    found = [
+    together, rolling = table[table["way"] != ROLLING], table[table["way"] == ROLLING]
+    return [
         Claim(
             f"the closed form is within {TOLERANCE:.0%} of the wire phase",
             bool(error.max() <= TOLERANCE),
@@ -206,18 +293,42 @@ def claims(table: pd.DataFrame) -> Sequence[Claim]:
         Claim(
             f"with {most:,} engines a tree is faster than a ring, and a ring faster than one by one",
             bool(last.loc["tree", "wire_s"] < last.loc["ring", "wire_s"] < last.loc["p2p", "wire_s"]),
-            ", ".join(f"{way}: {last.loc[way, 'wire_s']:.3g} s" for way in WAYS),
+            ", ".join(f"{way}: {last.loc[way, 'wire_s']:.3g} s" for way in last.index),
         ),
         Claim(
-            "no engine serves weights older than the committed ones",
-            bool((table["lag_versions_max"] == 0).all()),
-            f"{table['versions'].sum()} syncs; all switch within {table['activation_spread_s'].max():.2g} s",
+            "where engines switch together, none serves weights older than the committed ones",
+            bool((together["lag_versions_max"] == 0).all()),
+            f"{together['versions'].sum()} syncs; all switch within "
+            f"{together['activation_spread_s'].max():.2g} s",
         ),
+        Claim(
+            "rolling, an engine is never more than one version behind, and some are where there are several",
+            bool((rolling["lag_versions_max"] == (rolling["engines"] > 1)).all()),
+            f"{rolling['versions'].sum()} versions; first to last with {most:,} engines "
+            f"{rolling.loc[rolling['engines'] == most, 'activation_spread_s'].mean():.3g} s",
+        ),
+        _rolling_turn(means),
+        _calls_hardly_grow(together),
     ]
-    rest = means["rest_s"].groupby("engines").mean()
-    words = "calls and barriers grow by less than a half from the fewest engines to the most"
+
+
+def _rolling_turn(means: pd.DataFrame) -> Claim:
+    """The turn of one of many engines against that of the only one."""
+    turns = means.loc[ROLLING, "paused_s"]
+    last = means.xs(turns.index.max(), level="engines")["paused_s"]
+    return Claim(
+        "rolling, an engine stands still as long as the only one of a cluster does (to 5 %)",
+        bool((turns / turns.iloc[0] - 1).abs().max() < 0.05),
+        f"with {turns.index.max():,} engines " + ", ".join(f"{way}: {s:.3g} s" for way, s in last.items()),
+    )
+
+
+def _calls_hardly_grow(together: pd.DataFrame) -> Claim:
+    rest = together.groupby("engines")["rest_s"].mean()
+    fewest, most = rest.index.min(), rest.index.max()
+    words = "together, calls and barriers grow by less than a half from the fewest engines to the most"
     evidence = f"{1000 * rest[fewest]:.2g} ms with {fewest}, {1000 * rest[most]:.2g} ms with {most:,}"
-    return [*found, Claim(words, bool(rest[most] < 1.5 * rest[fewest]), evidence)]
+    return Claim(words, bool(rest[most] < 1.5 * rest[fewest]), evidence)
 
 
 EXPERIMENT = Experiment(
@@ -229,5 +340,5 @@ EXPERIMENT = Experiment(
     figures,
     claims,
     READING,
-    defaults={"copy_s": COPY_S, "bucket_bytes": CLUSTER.bucket_bytes, "scope": "global"},
+    defaults={"copy_s": COPY_S, "bucket_bytes": CLUSTER.bucket_bytes},
 )

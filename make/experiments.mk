@@ -1,19 +1,30 @@
-# Targets of the ablations. Included by the Makefile, whose VENV, BIN and venv they use.
+# Targets of the ablations. Included by the Makefile, whose VENV, BIN, STAMP and venv they use.
 ABLATIONS := sync_interval pause_mode admission cluster_split faults scale buckets staleness_vs_reward learning_rate_vs_lag
 SWEEP_OUT := runs/experiments
+RAY_STAMP := $(VENV)/.ray-stamp
 
-.PHONY: experiments experiments-full
+.PHONY: experiments experiments-full experiments-dry-run
 
 experiments: venv  ## every ablation, small grids, 3 seeds: figures and reading guides under runs/experiments/
-	$(call sweep_all,--seeds 3,$(SWEEP_OUT))
+	$(call sweep_all,--seeds 3 --resume --out $(SWEEP_OUT),every claim holds: $(SWEEP_OUT))
 
 experiments-full: venv  ## every ablation, full grids, 5 seeds, under runs/experiments-full/ (hours)
-	$(call sweep_all,--full --seeds 5,$(SWEEP_OUT)-full)
+	$(call sweep_all,--full --seeds 5 --resume --out $(SWEEP_OUT)-full,every claim holds: $(SWEEP_OUT)-full)
+
+experiments-dry-run: venv  ## two points of every full grid, and about how long experiments-full takes; keeps nothing
+	$(call sweep_all,--full --seeds 5 --dry-run,all of them can run)
 
 # All of them run, also when a claim of one does not hold; the last line says how many held, and so does the exit code.
 define sweep_all
 @missed=""; for name in $(ABLATIONS); do \
-	$(BIN)/grpo-lab sweep experiments/$$name.py --resume $(1) --out $(2) || missed="$$missed $$name"; done; \
-	test -z "$$missed" && echo "$(words $(ABLATIONS)) experiments, every claim holds: $(2)" \
-	|| { echo "not every claim holds, or a run failed:$$missed (see reading.md in $(2))"; exit 1; }
+	$(BIN)/grpo-lab sweep experiments/$$name.py $(1) || missed="$$missed $$name"; done; \
+	test -z "$$missed" && echo "$(words $(ABLATIONS)) experiments, $(2)" \
+	|| { echo "a claim does not hold, or a run failed:$$missed (see reading.md beside the results)"; exit 1; }
 endef
+
+# The tests of sweeps on Ray are skipped without it.
+nightly: $(RAY_STAMP)
+
+$(RAY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray
+	@touch $(RAY_STAMP)

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from grpo_lab.harness.recipe import RECIPES, Recipe, load_recipe
+from grpo_lab.harness.refusals import refuse_at_a_glance
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str]) -> int:
         description=f"Run a recipe. The defaults below are those of {name!r}.\n\nRecipes:\n{recipes}\n\n"
         'A .toml file in place of a name sets the same fields, starting from base = "quickstart".',
     )
-    # Imported after the arguments were read: it takes seconds, and --help should not.
+    refuse_at_a_glance(recipe)
+    # Imported after the arguments were read and judged: it takes seconds, and --help should not.
     from grpo_lab.harness.runner import run  # noqa: PLC0415
 
     return run(recipe, Console(highlight=False))

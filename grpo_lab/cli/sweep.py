@@ -9,9 +9,10 @@ import tyro
 from rich.console import Console
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.harness.executors import LocalExecutor, RayExecutor
+from grpo_lab.harness.executors import Executor, LocalExecutor, RayExecutor
 from grpo_lab.harness.experiment import Scale
-from grpo_lab.harness.sweep import SweepFolder, load_experiment, run_sweep, tell
+from grpo_lab.harness.refusals import require_place
+from grpo_lab.harness.sweep_folder import SweepFolder, load_experiment, require_file
 
 
 def sweep(
@@ -22,6 +23,7 @@ def sweep(
     full: bool = False,
     resume: bool = False,
     fresh: bool = False,
+    dry_run: bool = False,
     out: Path = Path("runs/experiments"),
 ) -> int:
     """Runs an experiment of experiments/ and writes results.parquet, figures and reading.md.
@@ -36,27 +38,39 @@ def sweep(
         full: the large grid.
         resume: keep the points that are finished, run the others.
         fresh: run all points again.
+        dry_run: say what would be run and about how long it takes, from two points; keep nothing.
         out: where the experiment's folder is made.
     """
     if resume and fresh:
         raise ConfigError("fresh", fresh, "not together with --resume")
     if ray is not None and workers is not None:
         raise ConfigError("workers", workers, "nothing with --ray: the cluster decides how many run at once")
-    experiment = load_experiment(file)
     scale = Scale(seeds, full)
+    if workers is not None:
+        LocalExecutor(workers)
+    require_file(file)
+    require_place(out)
+    experiment = load_experiment(file)
+    # Imported after the arguments were judged: they take seconds.
+    from grpo_lab.harness.dry_run import dry_run as run_dry  # noqa: PLC0415
+    from grpo_lab.harness.sweep import run_sweep, tell  # noqa: PLC0415
+
     folder = SweepFolder(out, experiment.name)
     console = Console(highlight=False)
     with contextlib.ExitStack() as stack:
-        if ray is None:
-            executor: LocalExecutor | RayExecutor = LocalExecutor(
-                workers if workers is not None else experiment.workers
-            )
-        else:
-            cluster = RayExecutor(ray)
-            stack.callback(cluster.close)
-            executor = cluster
-        folder.open(resume=resume, fresh=fresh)
+        executor = _executor(ray, workers if workers is not None else experiment.workers, stack)
         console.print(f"[bold]{experiment.name}[/]: {experiment.question}", soft_wrap=True)
+        if dry_run:
+            return run_dry(experiment, scale, executor, console)
+        folder.open(resume=resume, fresh=fresh)
         result = run_sweep(experiment, scale, executor, folder, console)
     tell(result, folder, console)
     return result.exit_code
+
+
+def _executor(ray: str | None, workers: int | None, stack: contextlib.ExitStack) -> Executor:
+    if ray is None:
+        return LocalExecutor(workers)
+    cluster = RayExecutor(ray)
+    stack.callback(cluster.close)
+    return cluster

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
+import sys
 import threading
 import time
 import traceback
@@ -18,7 +21,7 @@ from grpo_lab.errors import ConfigError, GrpoLabError
 from grpo_lab.harness.experiment import Point, Setting
 
 RunPoint = Callable[[Point, Path], Mapping[str, Setting]]
-RAY_CONNECT_S = 60.0
+RAY_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class PointResult:
 
 class Executor(Protocol):
     """Runs points and yields results as they come; every point gets exactly one."""
+
+    @property
+    def workers(self) -> int:
+        """Runs at a time."""
+        ...
 
     def run(self, function: RunPoint, points: Sequence[Point], folder: Path) -> Iterator[PointResult]:
         """``folder/<hash>`` is a point's own folder."""
@@ -50,6 +58,10 @@ class LocalExecutor:
         self._workers = workers if workers is not None else os.cpu_count() or 1
         if not 1 <= self._workers <= 1024:
             raise ConfigError("workers", workers, "from 1 to 1024")
+
+    @property
+    def workers(self) -> int:
+        return self._workers
 
     def run(self, function: RunPoint, points: Sequence[Point], folder: Path) -> Iterator[PointResult]:
         waiting = list(reversed(points))
@@ -103,15 +115,25 @@ class RayExecutor:
             import ray  # noqa: PLC0415 - an optional dependency
         except ImportError as error:
             raise ConfigError("ray", address, "the extra: pip install 'grpo-lab[ray]'") from error
-        self._ray = ray
+        self._ray: Any = ray
         try:
+            _require_listener(address)
             ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("ray", address, f"the address of a running Ray cluster ({error})") from error
 
+    @property
+    def workers(self) -> int:
+        """Cores of the cluster: a task has one."""
+        resources: Mapping[str, float] = self._ray.cluster_resources()
+        return max(1, int(resources.get("CPU", 1)))
+
     def run(self, function: RunPoint, points: Sequence[Point], folder: Path) -> Iterator[PointResult]:
-        remote = self._ray.remote(max_retries=0)(_guarded)
-        running: dict[Any, Point] = {remote.remote(function, point, folder): point for point in points}
+        remote = self._ray.remote(max_retries=0)(_unpacked)
+        running: dict[Any, Point] = {
+            remote.remote(sys.path, pickle.dumps((function, point, folder.resolve()))): point
+            for point in points
+        }
         try:
             while running:
                 (done,), _ = self._ray.wait(list(running), num_returns=1)
@@ -119,7 +141,8 @@ class RayExecutor:
                 try:
                     yield self._ray.get(done)
                 except self._ray.exceptions.RayError as error:
-                    yield PointResult(point, {}, f"{type(error).__name__}: {str(error)[:500]}", 0.0)
+                    reason = str(error).strip().splitlines()[-1]  # below a traceback of Ray's own
+                    yield PointResult(point, {}, f"{type(error).__name__}: {reason[:500]}", 0.0)
         finally:
             for reference in running:
                 self._ray.cancel(reference, force=True)
@@ -127,6 +150,19 @@ class RayExecutor:
     def close(self) -> None:
         """Leaves the cluster; it goes on."""
         self._ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raises ``OSError``: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
+
+
+def _unpacked(path: Sequence[str], task: bytes) -> PointResult:
+    """In a worker of Ray's: the experiment's module is looked for where the sweep found it."""
+    sys.path.extend(place for place in path if place not in sys.path)
+    return _guarded(*pickle.loads(task))  # noqa: S301 - from the sweep that this worker works for
 
 
 def _end_with_parent() -> None:

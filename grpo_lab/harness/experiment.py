@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
-from matplotlib.figure import Figure
+from grpo_lab.errors import ConfigError, DataError
 
-from grpo_lab.errors import ConfigError
+if TYPE_CHECKING:  # slow to import: a sweep says what is wrong with its arguments first
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 Setting = str | int | float | bool | None
 Label = Literal["simulated", "measured", "hybrid"]
@@ -96,6 +97,13 @@ class Experiment:
     """Runs at a time at most; 1 where runs measure this machine. None: as many as there are cores."""
     defaults: Mapping[str, Setting] = field(default_factory=lambda: MappingProxyType({}))
     """Settings that all runs share, for the reader of the table."""
+
+    def distinct_points(self, scale: Scale) -> list[Point]:
+        """The runs of a scale, each once. Raises ``DataError`` when there is none."""
+        points = list({point.hash: point for point in self.points(scale)}.values())
+        if not points:
+            raise DataError(f"experiment {self.name} has no point at this scale")
+        return points
 
 
 def grid(axes: Mapping[str, Sequence[Setting]]) -> list[dict[str, Setting]]:

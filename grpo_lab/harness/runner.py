@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_lab.check import Violation, read_parts
-from grpo_lab.errors import ConfigError, ModelError
 from grpo_lab.events import RunDeclared, RunEnded
 from grpo_lab.harness.attached import Attached, ask_engines
 from grpo_lab.harness.engine_report import tell_about_engines
@@ -37,6 +36,7 @@ from grpo_lab.harness.outcome import (
 )
 from grpo_lab.harness.progress import RunProgress
 from grpo_lab.harness.recipe import Recipe
+from grpo_lab.harness.refusals import refuse_at_a_glance
 from grpo_lab.harness.rewards import reward_functions
 from grpo_lab.harness.run_dir import RunDir, environment, make_run_dir
 from grpo_lab.harness.simulated import end_trace, simulate, trace_recorder
@@ -157,21 +157,9 @@ def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared
 
 def _refuse_bad_input(recipe: Recipe) -> None:
     """Everything that can be known to fail before anything is made."""
-    if recipe.world == "sim" and recipe.engine != "sim":
-        raise ConfigError("engine", recipe.engine, "sim in a simulated world")
+    refuse_at_a_glance(recipe)
     if recipe.engine == "vllm":
         vllm_python()
-        if recipe.batch_invariant:
-            raise ConfigError("batch_invariant", True, "false with a real vLLM", "Leave it out")
-    if recipe.world == "sim" and recipe.trainer_ranks != 1:
-        raise ConfigError("trainer_ranks", recipe.trainer_ranks, "1 in a simulated world")
-    if recipe.model and not Path(recipe.model, "config.json").is_file():
-        raise ModelError(
-            f"{recipe.model}: there is no config.json. Give a model directory in Hugging Face format, or "
-            "leave --model out to train a tiny one"
-        )
-    if recipe.resume_from and not Path(recipe.resume_from).is_dir():
-        raise ConfigError("resume_from", recipe.resume_from, "a checkpoint directory of an earlier run")
     dataset = load_training_data(recipe)
     if "prompt" in dataset.column_names:
         reward_functions(recipe, dataset.column_names)

@@ -28,7 +28,8 @@ from grpo_lab.harness.experiment import (
     successive_halving,
 )
 from grpo_lab.harness.plots import interval
-from grpo_lab.harness.sweep import SweepFolder, load_experiment, run_sweep
+from grpo_lab.harness.sweep import run_sweep
+from grpo_lab.harness.sweep_folder import SweepFolder, load_experiment
 
 TOY = '''
 """An experiment that takes no time."""
