@@ -5,8 +5,6 @@
 
 namespace grpo::avx2 {
 
-constexpr size_t kPrefetchBytes = 2048;
-
 struct Lane {
     __m256i low, high;
     void load(const uint64_t* from) {
@@ -27,20 +25,24 @@ struct Lane {
         low = add(low, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), secret);
         high = add(high, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32)), secret + 32);
     }
+    struct Stripe {
+        __m256i a, b;
+    };
+    static Stripe stripe(const uint8_t* from) {
+        return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32))};
+    }
     template <bool kHash, bool kStream>
-    void copy_stripe(uint8_t* to, const uint8_t* from, const uint8_t* secret) {
-        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32));
+    void put(uint8_t* to, Stripe word, const uint8_t* secret) {
         if (kStream) {
-            _mm256_stream_si256(reinterpret_cast<__m256i*>(to), a);
-            _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), b);
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(to), word.a);
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), word.b);
         } else {
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a);
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), b);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), word.a);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), word.b);
         }
         if (kHash) {
-            low = add(low, a, secret);
-            high = add(high, b, secret + 32);
+            low = add(low, word.a, secret);
+            high = add(high, word.b, secret + 32);
         }
     }
     static __m256i scramble_half(__m256i acc, const uint8_t* secret) {
@@ -61,6 +63,6 @@ struct Lane {
 
 void fence() { _mm_sfence(); }
 
-extern const Kernels kernels = {"avx2", copy_blocks, fold_stripes, fold_blocks, copy, convert, fence};
+extern const Kernels kernels = {"avx2", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, convert, fence};
 
 }  // namespace grpo::avx2

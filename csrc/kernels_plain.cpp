@@ -4,8 +4,6 @@
 
 namespace grpo::plain {
 
-constexpr size_t kPrefetchBytes = 1024;
-
 struct Lane {
     uint64_t acc[xxh3::kLanes];
     void load(const uint64_t* from) { memcpy(acc, from, sizeof acc); }
@@ -17,8 +15,10 @@ struct Lane {
             acc[i] += xxh3::word_product(word, xxh3::read64(secret + 8 * i));
         }
     }
+    using Stripe = const uint8_t*;  // the compiler's business
+    static Stripe stripe(const uint8_t* from) { return from; }
     template <bool kHash, bool kStream>
-    void copy_stripe(uint8_t* to, const uint8_t* from, const uint8_t* secret) {
+    void put(uint8_t* to, Stripe from, const uint8_t* secret) {
         memcpy(to, from, xxh3::kStripe);
         if (kHash) fold(from, secret);
     }
@@ -32,9 +32,9 @@ struct Lane {
 void fence() {}
 
 #ifdef __aarch64__
-extern const Kernels kernels = {"neon", copy_blocks, fold_stripes, fold_blocks, copy, convert, fence};
+extern const Kernels kernels = {"neon", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, convert, fence};
 #else
-extern const Kernels kernels = {"plain", copy_blocks, fold_stripes, fold_blocks, copy, convert, fence};
+extern const Kernels kernels = {"plain", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, convert, fence};
 #endif
 
 }  // namespace grpo::plain

@@ -2,8 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "emulate.h"
 #include "hash.h"
@@ -53,6 +55,29 @@ struct BoundViews {
 
 using Addresses = std::tuple<uint64_t, uint64_t, uint64_t>;
 Memory memory_of(const Addresses& a) { return {std::get<0>(a), std::get<1>(a), std::get<2>(a)}; }
+
+// Looks at tensors [tensor, end), which are all of the bucket's, in order, and opens each task when its tensors are as
+// they were. Tensor t's are those from starts[t] to starts[t + 1] of `watch`. False if one changed.
+bool look_ahead(const Watch& watch, const uint64_t* starts, int64_t tensor, int64_t end, const Buckets& buckets, int64_t bucket,
+                const std::function<void(size_t)>& open) {
+    const auto same = [&](int64_t upto) {
+        const int64_t from = std::exchange(tensor, std::max(tensor, upto));
+        return !watch.changed(starts[from], starts[tensor]);
+    };
+    if (!std::is_sorted(starts + tensor, starts + end + 1)) throw std::invalid_argument("no such tensors: `starts` is not in order");
+    const int64_t first = tensor;
+    const Piece *piece = buckets.begin(bucket), *const last = buckets.end(bucket);
+    for (int64_t task = 1; piece != last; ++task) {
+        int64_t upto = tensor;
+        for (; piece != last && piece->offset < task * static_cast<int64_t>(Scratch::kTaskBytes); ++piece) {
+            if (piece->tensor < first || piece->tensor >= end) throw std::invalid_argument("a tensor of the bucket would not be looked at");
+            upto = std::max(upto, piece->tensor + 1);
+        }
+        if (!same(upto)) return false;
+        open(static_cast<size_t>(task));
+    }
+    return same(end);  // those without elements, last
+}
 
 void check_bucket(const Buckets& buckets, int64_t bucket, size_t bytes) {
     if (bucket < 0 || bucket >= buckets.size()) throw std::invalid_argument("no bucket " + std::to_string(bucket) + " in the plan");
@@ -108,6 +133,25 @@ PYBIND11_MODULE(_packing, m) {
               return sources.locked([&] { return pack(*sources.buckets, sources.views, pool, bucket, static_cast<uint8_t*>(info.ptr), mode); });
           },
           py::arg("sources"), py::arg("pool"), py::arg("bucket"), py::arg("memory"), py::arg("hash"), py::arg("stream"), py::arg("isa") = "auto");
+
+    m.def("pack_watched",
+          [](BoundViews& sources, const Watch& watch, const py::buffer& starts, std::pair<int64_t, int64_t> tensors, Pool& pool, int64_t bucket,
+             const py::buffer& memory, bool hash, bool stream, const std::string& isa) {
+              if (sources.target) throw std::invalid_argument("these views are targets, not sources");
+              const py::buffer_info info = bytes_of(memory, true), index = bytes_of(starts, false);
+              const auto count = static_cast<int64_t>(sources.buckets->tensors().size());
+              if (index.itemsize != 8 || index.size != count + 1) throw std::invalid_argument("`starts` needs one number for each tensor, and the end");
+              if (tensors.first < 0 || tensors.first > tensors.second || tensors.second > count) throw std::invalid_argument("no such tensors in the plan");
+              check_bucket(*sources.buckets, bucket, size_of(info));
+              const Mode mode{&kernels_of(isa), hash, stream};
+              const Pool::Lead lead = [&](const std::function<void(size_t)>& open) {
+                  py::gil_scoped_acquire gil;
+                  return look_ahead(watch, static_cast<const uint64_t*>(index.ptr), tensors.first, tensors.second, *sources.buckets, bucket, open);
+              };
+              return sources.locked([&] { return pack_behind(*sources.buckets, sources.views, pool, bucket, static_cast<uint8_t*>(info.ptr), mode, lead); });
+          },
+          py::arg("sources"), py::arg("watch"), py::arg("starts"), py::arg("tensors"), py::arg("pool"), py::arg("bucket"), py::arg("memory"), py::arg("hash"), py::arg("stream"),
+          py::arg("isa") = "auto", "As pack, looking at tensors while those already looked at are packed; None if one changed.");
 
     m.def("unpack",
           [](BoundViews& targets, Pool& pool, int64_t bucket, const py::buffer& memory, bool stream, const std::string& isa) {

@@ -130,6 +130,11 @@ struct Run {
     int64_t begin, end;  // bytes of the bucket
     const uint8_t* from;
     Dtype from_dtype, wire_dtype;
+    // The source of byte `bucket_byte`, which begins an element.
+    const uint8_t* at(int64_t bucket_byte) const {
+        const auto item = static_cast<int64_t>(item_bytes(from_dtype)), wire_item = static_cast<int64_t>(item_bytes(wire_dtype));
+        return from + (bucket_byte - begin) / wire_item * item;
+    }
 };
 
 // Fills bytes [begin, end) of a bucket, one task, leaf after leaf.
@@ -151,31 +156,37 @@ class Task {
         uint64_t acc[xxh3::kLanes];
         xxh3::init(acc);
         const int64_t last_block = begin + (end - begin - 1) / kBlock * kBlock;  // XXH3 treats it apart
-        int64_t at = begin;
-        while (at < last_block) {
+        for (int64_t at = begin; at < last_block;) {
             const int64_t direct = std::min(last_block, direct_end(at)), staged = std::min(last_block, at + static_cast<int64_t>(Scratch::kUnit));
-            const uint8_t* from = scratch_.staged;
             int64_t blocks = (direct - at) / kBlock;
             if (blocks > 0) {
-                from = run_.from + (at - run_.begin);
+                copy_direct(acc, at, blocks);
             } else {
                 stage(at, staged);
                 blocks = (staged - at) / kBlock;
+                mode_.kernels->copy_blocks(mode_.hash ? acc : nullptr, to_ + at, scratch_.staged, static_cast<size_t>(blocks), mode_.stream, false);
             }
-            mode_.kernels->copy_blocks(mode_.hash ? acc : nullptr, to_ + at, from, static_cast<size_t>(blocks), mode_.stream);
             at += blocks * kBlock;
         }
-        return finish(acc, begin, at, end);
+        return finish(acc, begin, last_block, end);
     }
 
   private:
+    // Whole blocks from `at` on, of one run.
+    void copy_direct(uint64_t* acc, int64_t at, int64_t blocks) {
+        uint64_t* const fold = mode_.hash ? acc : nullptr;
+        const auto count = static_cast<size_t>(blocks);
+        if (run_.from_dtype == run_.wire_dtype) mode_.kernels->copy_blocks(fold, to_ + at, run_.at(at), count, mode_.stream, true);
+        else mode_.kernels->cast_blocks(fold, run_.wire_dtype, to_ + at, run_.from_dtype, run_.at(at), count, mode_.stream);
+    }
+
     // Copies the last block, [at, end), and ends the leaf's hash.
     uint64_t finish(uint64_t* acc, int64_t begin, int64_t at, int64_t end) {
         const uint8_t* from = scratch_.staged;
-        if (direct_end(at) >= end) from = run_.from + (at - run_.begin);
+        if (run_.from_dtype == run_.wire_dtype && direct_end(at) >= end) from = run_.at(at);
         else stage(at, end);
         const auto rest = static_cast<size_t>(end - at), length = static_cast<size_t>(end - begin);
-        if (rest == kBlock) mode_.kernels->copy_blocks(nullptr, to_ + at, from, 1, mode_.stream);
+        if (rest == kBlock) mode_.kernels->copy_blocks(nullptr, to_ + at, from, 1, mode_.stream, false);
         else memcpy(to_ + at, from, rest);
         if (!mode_.hash) return 0;
         if (rest >= xxh3::kStripe) return finish_leaf(acc, from, rest, length, *mode_.kernels);
@@ -206,10 +217,10 @@ class Task {
         }
     }
 
-    // Where the bytes that are worth copying straight from memory end; `at` if there are none.
+    // Where the bytes end that are worth copying straight from memory, or casting on the way; `at` if there are none.
     int64_t direct_end(int64_t at) {
         while (run_.end <= at && run_.end < end_) load();
-        return run_.begin <= at && run_.from_dtype == run_.wire_dtype && run_.end - run_.begin >= kDirectBytes ? run_.end : at;
+        return run_.begin <= at && run_.end - run_.begin >= kDirectBytes ? run_.end : at;
     }
 
     // Assembles bytes [at, upto) in scratch.staged: cast, and with zeros between pieces.
@@ -225,11 +236,9 @@ class Task {
                 continue;
             }
             const int64_t stop = std::min(upto, run_.end);
-            const auto wire_item = static_cast<int64_t>(item_bytes(run_.wire_dtype)), item = static_cast<int64_t>(item_bytes(run_.from_dtype));
-            const int64_t count = (stop - at) / wire_item;
-            const uint8_t* from = run_.from + (at - run_.begin) / wire_item * item;
-            if (run_.from_dtype == run_.wire_dtype) mode_.kernels->copy(out, from, static_cast<size_t>(stop - at), false);
-            else mode_.kernels->convert(run_.wire_dtype, out, run_.from_dtype, from, static_cast<size_t>(count));
+            const auto bytes = static_cast<size_t>(stop - at);
+            if (run_.from_dtype == run_.wire_dtype) mode_.kernels->copy(out, run_.at(at), bytes, false);
+            else mode_.kernels->convert(run_.wire_dtype, out, run_.from_dtype, run_.at(at), bytes / item_bytes(run_.wire_dtype));
             out += stop - at;
             at = stop;
         }
@@ -259,30 +268,47 @@ void deliver(const View& to, Dtype wire, int64_t first, int64_t count, const uin
         mode.kernels->copy(out, in, static_cast<size_t>(count * item), mode.stream);
         return;
     }
-    // The first unit ends on a cache line of the target, so that the others begin on one.
-    const int64_t unit = static_cast<int64_t>(Scratch::kUnit) / item;
-    const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % xxh3::kStripe) / item;
-    for (int64_t n = head > 0 ? head : unit; count > 0; count -= n, in += n * wire_item, out += n * item, n = unit) {
-        n = std::min(count, n);
-        mode.kernels->convert(to.dtype, scratch.staged, wire, in, static_cast<size_t>(n));
-        mode.kernels->copy(out, scratch.staged, static_cast<size_t>(n * item), mode.stream);
-    }
+    // Whole blocks, from a cache line of the target on; what is before and after, with ordinary stores.
+    const auto lines = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % xxh3::kStripe);
+    const auto convert = [&](int64_t n) {
+        mode.kernels->convert(to.dtype, out, wire, in, static_cast<size_t>(n));
+        out += n * item;
+        in += n * wire_item;
+        count -= n;
+    };
+    convert(std::min(count, lines / item));
+    const int64_t blocks = count * item / kBlock, whole = blocks * kBlock / item;
+    mode.kernels->cast_blocks(nullptr, to.dtype, out, wire, in, static_cast<size_t>(blocks), mode.stream);
+    out += whole * item;
+    in += whole * wire_item;
+    count -= whole;
+    convert(count);
+}
+
+std::optional<uint64_t> pack(const Buckets& buckets, const Views& sources, Pool& pool, int64_t bucket, uint8_t* to, Mode mode, const Pool::Lead* lead) {
+    sources.require(bucket, true);
+    const int64_t bytes = buckets.bytes(bucket);
+    mode.stream = mode.stream && reinterpret_cast<uintptr_t>(to) % xxh3::kStripe == 0;
+    std::vector<uint64_t> leaves(static_cast<size_t>((bytes + kLeaf - 1) / kLeaf));
+    const Pool::Work work = [&](size_t index, Scratch& scratch) {
+        const int64_t begin = static_cast<int64_t>(index) * kTaskBytes, end = std::min(bytes, begin + kTaskBytes);
+        Task task(buckets, sources, bucket, begin, end, to, mode, scratch);
+        for (int64_t at = begin; at < end; at += kLeaf) leaves[static_cast<size_t>(at / kLeaf)] = task.fill(at, std::min(end, at + kLeaf));
+        mode.kernels->fence();
+    };
+    if (!lead) pool.run(tasks_of(bytes), work);
+    else if (!pool.run_behind(tasks_of(bytes), work, *lead)) return std::nullopt;
+    return mode.hash ? root_hash(leaves, static_cast<size_t>(bytes), *mode.kernels) : 0;
 }
 
 }  // namespace
 
 uint64_t pack(const Buckets& buckets, const Views& sources, Pool& pool, int64_t bucket, uint8_t* to, Mode mode) {
-    sources.require(bucket, true);
-    const int64_t bytes = buckets.bytes(bucket);
-    mode.stream = mode.stream && reinterpret_cast<uintptr_t>(to) % xxh3::kStripe == 0;
-    std::vector<uint64_t> leaves(static_cast<size_t>((bytes + kLeaf - 1) / kLeaf));
-    pool.run(tasks_of(bytes), [&](size_t index, Scratch& scratch) {
-        const int64_t begin = static_cast<int64_t>(index) * kTaskBytes, end = std::min(bytes, begin + kTaskBytes);
-        Task task(buckets, sources, bucket, begin, end, to, mode, scratch);
-        for (int64_t at = begin; at < end; at += kLeaf) leaves[static_cast<size_t>(at / kLeaf)] = task.fill(at, std::min(end, at + kLeaf));
-        mode.kernels->fence();
-    });
-    return mode.hash ? root_hash(leaves, static_cast<size_t>(bytes), *mode.kernels) : 0;
+    return *pack(buckets, sources, pool, bucket, to, mode, nullptr);
+}
+
+std::optional<uint64_t> pack_behind(const Buckets& buckets, const Views& sources, Pool& pool, int64_t bucket, uint8_t* to, Mode mode, const Pool::Lead& lead) {
+    return pack(buckets, sources, pool, bucket, to, mode, &lead);
 }
 
 void unpack(const Buckets& buckets, const Views& targets, Pool& pool, int64_t bucket, const uint8_t* from, Mode mode) {

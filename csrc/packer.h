@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "geometry.h"
@@ -87,6 +88,10 @@ struct Mode {
 // Fills bucket bytes [0, buckets.bytes(bucket)) at `to`. Returns the hash, or 0 without `mode.hash`.
 // Throws std::invalid_argument if a tensor of the bucket is not bound.
 uint64_t pack(const Buckets& buckets, const Views& sources, Pool& pool, int64_t bucket, uint8_t* to, Mode mode);
+
+// As pack, behind `lead` (see Pool): item n fills bytes from n * Scratch::kTaskBytes on, and reads the tensors there only.
+// Where `lead` says no there is no hash, and the bucket's bytes are undefined.
+std::optional<uint64_t> pack_behind(const Buckets& buckets, const Views& sources, Pool& pool, int64_t bucket, uint8_t* to, Mode mode, const Pool::Lead& lead);
 
 // Writes the bucket's elements to every bound view of its tensors; tensors that are not bound are left out.
 void unpack(const Buckets& buckets, const Views& targets, Pool& pool, int64_t bucket, const uint8_t* from, Mode mode);

@@ -2,8 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -23,29 +25,74 @@ struct Pool::Crew {
     }
     ~Crew() { stop(); }
 
-    void run(size_t items, const std::function<void(size_t, Scratch&)>& job) {
+    bool run(size_t items, const Work& job, const Lead* lead) {
         std::lock_guard<std::mutex> turn(callers);
         if (workers.empty() || items < 2) {
+            if (lead && !(*lead)([](size_t) {})) return false;
             for (size_t item = 0; item < items; ++item) job(item, *scratches[0]);
-            return;
+            return true;
         }
         {
             std::lock_guard<std::mutex> lock(mutex);
             work = &job;
             total = items;
+            opened = lead ? 0 : items;
+            closed = false;
             next.store(0, std::memory_order_relaxed);
             busy = workers.size();
             ++round;
         }
         start.notify_all();
-        drain(*scratches[0]);
+        bool good = true;
+        std::exception_ptr error;
+        if (lead) try {
+                good = (*lead)([this](size_t upto) { open(upto); });
+            } catch (...) {
+                good = false;
+                error = std::current_exception();
+            }
+        if (good) {
+            open(items);
+            drain(*scratches[0]);
+        } else {
+            close();
+        }
+        {
+            std::unique_lock<std::mutex> lock(mutex);
+            done.wait(lock, [this] { return busy == 0; });
+            work = nullptr;
+        }
+        if (error) std::rethrow_exception(error);
+        return good;
+    }
+
+    void open(size_t upto) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            if (upto <= opened) return;
+            opened = std::min(upto, total);
+        }
+        opening.notify_all();
+    }
+
+    void close() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            closed = true;
+        }
+        opening.notify_all();
+    }
+
+    // Waits until the item may be started; false if it may not.
+    bool admitted(size_t item) {
+        if (item < opened.load(std::memory_order_acquire)) return true;
         std::unique_lock<std::mutex> lock(mutex);
-        done.wait(lock, [this] { return busy == 0; });
-        work = nullptr;
+        opening.wait(lock, [&] { return item < opened || closed; });
+        return item < opened;
     }
 
     void drain(Scratch& scratch) {
-        for (size_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < total;) (*work)(item, scratch);
+        for (size_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < total && admitted(item);) (*work)(item, scratch);
     }
 
     void serve(size_t index) {
@@ -76,12 +123,12 @@ struct Pool::Crew {
     std::vector<std::unique_ptr<Scratch>> scratches;
     std::vector<std::thread> workers;
     std::mutex callers, mutex;
-    std::condition_variable start, done;
-    const std::function<void(size_t, Scratch&)>* work = nullptr;
-    std::atomic<size_t> next{0};
+    std::condition_variable start, opening, done;
+    const Work* work = nullptr;
+    std::atomic<size_t> next{0}, opened{0};  // items taken, items that may be started
     size_t total = 0, busy = 0;
     uint64_t round = 0;
-    bool stopping = false;
+    bool closed = false, stopping = false;
 };
 
 Pool::Pool(size_t threads) : threads_(threads), owner_pid_(getpid()) {
@@ -95,13 +142,17 @@ Pool::~Pool() {
 
 size_t Pool::threads() const { return threads_; }
 
-void Pool::run(size_t items, const std::function<void(size_t, Scratch&)>& work) {
+Pool::Crew& Pool::crew() {
     if (owner_pid_ != getpid()) {
         crew_.release();  // its locks may have been held at the fork: leave it alone
         crew_ = std::make_unique<Crew>(threads_);
         owner_pid_ = getpid();
     }
-    crew_->run(items, work);
+    return *crew_;
 }
+
+void Pool::run(size_t items, const Work& work) { crew().run(items, work, nullptr); }
+
+bool Pool::run_behind(size_t items, const Work& work, const Lead& lead) { return crew().run(items, work, &lead); }
 
 }  // namespace grpo

@@ -19,16 +19,25 @@ struct Scratch {
 
 class Pool {
   public:
+    using Work = std::function<void(size_t item, Scratch&)>;
+    using Lead = std::function<bool(const std::function<void(size_t)>& open)>;
+
     explicit Pool(size_t threads);
     ~Pool();
     size_t threads() const;
 
     // Calls work(item, scratch) for each item in [0, items), from all threads, and returns when all are done. `work`
     // must not throw. Concurrent calls take turns. In a forked child the threads are started again.
-    void run(size_t items, const std::function<void(size_t, Scratch&)>& work);
+    void run(size_t items, const Work& work);
+
+    // As run, but item i starts only after `lead`, which runs in the calling thread meanwhile, has called open(n) with
+    // n > i. Where `lead` returns true, all items are run. Where it returns false or throws, no further item is
+    // started, those that were are waited for, and false is returned or the exception thrown.
+    bool run_behind(size_t items, const Work& work, const Lead& lead);
 
   private:
     struct Crew;
+    Crew& crew();
     size_t threads_;
     std::unique_ptr<Crew> crew_;
     int64_t owner_pid_;

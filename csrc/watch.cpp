@@ -62,7 +62,7 @@ bool Watch::changed(size_t begin, size_t end) const {
     constexpr size_t kAhead = 16;
     if (begin > end || end > seen_.size()) throw std::invalid_argument("no such tensors");
     for (size_t i = begin; i < end; ++i) {
-        if (i + kAhead < end) prefetch(i + kAhead);
+        if (i + kAhead < seen_.size()) prefetch(i + kAhead);
         const DlpackTensor now = look(i);
         const Seen& then = seen_[i];
         if (address_of(now) != then.address || now.rank != then.rank || now.device_type != then.device_type || now.type_code != then.type_code ||

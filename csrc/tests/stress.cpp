@@ -1,6 +1,8 @@
 // Several threads pack, unpack and hash with one pool and with pools of their own. Run under ThreadSanitizer, and for
 // AArch64 under an emulator.
+#include <atomic>
 #include <cstdio>
+#include <stdexcept>
 #include <thread>
 
 #include "../packer.h"
@@ -37,6 +39,43 @@ int casts() {
     return differ;
 }
 
+// Items follow their lead: none starts before it is opened, all run if it says yes, and it may say no, or throw, anywhere.
+int leads() {
+    constexpr size_t kItems = 50;
+    int failures = 0;
+    for (size_t threads : {size_t{1}, size_t{2}, size_t{4}})
+        for (size_t stop = 0; stop <= kItems; ++stop) {
+            Pool pool(threads);
+            for (const bool thrown : {false, true}) {
+                std::atomic<size_t> opened{0}, ran{0}, early{0};
+                bool good = false;
+                try {
+                    good = pool.run_behind(
+                        kItems,
+                        [&](size_t item, Scratch&) {
+                            early += item >= opened;
+                            ++ran;
+                        },
+                        [&](const std::function<void(size_t)>& open) {
+                            for (size_t n = 1; n <= stop; ++n) {
+                                opened = n;
+                                open(n);
+                            }
+                            if (thrown && stop < kItems) throw std::runtime_error("no");
+                            return stop == kItems;
+                        });
+                } catch (const std::runtime_error&) {
+                    failures += !thrown;
+                }
+                failures += early != 0 || good != (stop == kItems) || ran > stop || (good && ran != kItems);
+                std::atomic<size_t> after{0};  // the pool is as good as before
+                pool.run(kItems, [&](size_t, Scratch&) { ++after; });
+                failures += after != kItems;
+            }
+        }
+    return failures;
+}
+
 }  // namespace
 
 int main() {
@@ -71,7 +110,7 @@ int main() {
             }
         });
     for (auto& thread : threads) thread.join();
-    int failed = casts();
+    int failed = casts() + leads();
     for (int count : failures) failed += count;
     std::printf("packing_stress: %d failures\n", failed);
     return failed != 0;

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_lab.cli.outputs import output_file, plot_file
 from grpo_lab.files import write_whole
 from grpo_lab.packing import benchmark_report as report
 from grpo_lab.packing.benchmark import Row, measure
@@ -22,8 +23,8 @@ QUICK_S, FULL_S = 80.0, 480.0  # for all rows; the rest of two and ten minutes i
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints tables, writes what was asked for. 1 if a goal was missed and --strict is on."""
     parser = argparse.ArgumentParser(prog="grpo-lab bench pack", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rates (.svg or .png)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write every row")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="draw the rates (.svg or .png)")
     parser.add_argument("--quick", action="store_true", help="two models, one bucket size: under two minutes")
     parser.add_argument(
         "--repeats", type=int, default=7, help="rounds of all contenders; medians are reported"
@@ -61,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write(path: Path, rows: Sequence[Row], found: Sequence[report.Goal], peaks: Sequence[int]) -> None:
     data: dict[str, Any] = {
         "machine": report.machine(),
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "goals": [dataclasses.asdict(goal) | {"met": goal.met} for goal in found],
+        "rows": [dataclasses.asdict(row) | report.ratios(row) for row in rows],
+        "goals": [dataclasses.asdict(g) | {"met": g.met, "verdict": g.verdict} for g in found],
         "peak_rss_bytes": list(peaks),
     }
     write_whole(path, json.dumps(data, indent=1))

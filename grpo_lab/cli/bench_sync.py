@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_lab.cli.outputs import output_file, plot_file
 from grpo_lab.files import write_whole
 from grpo_lab.harness import sync_benchmark_report as report
 from grpo_lab.harness.sync_benchmark import SyncRow, cases, measure, receiver_processes
@@ -22,9 +23,11 @@ from grpo_lab.harness.sync_benchmark import SyncRow, cases, measure, receiver_pr
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints tables, writes what was asked for. 1 if a goal was missed and --strict is on."""
     parser = argparse.ArgumentParser(prog="grpo-lab bench sync", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row, the fits and the goals")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw times, fits and phases (.svg or .png)"
+        "--json", type=output_file, metavar="FILE", help="write every row, the fits and the goals"
+    )
+    parser.add_argument(
+        "--plot", type=plot_file, metavar="FILE", help="draw times, fits and phases (.svg or .png)"
     )
     parser.add_argument("--quick", action="store_true", help="10 and 100 MB only (else up to 2 GB)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of all ways; medians are reported")

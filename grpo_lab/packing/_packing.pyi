@@ -44,6 +44,24 @@ class Watch:
 def pack(
     sources: Views, pool: Pool, bucket: int, memory: Buffer, hash: bool, stream: bool, isa: str = "auto"
 ) -> int: ...
+def pack_watched(
+    sources: Views,
+    watch: Watch,
+    starts: Buffer,
+    tensors: tuple[int, int],
+    pool: Pool,
+    bucket: int,
+    memory: Buffer,
+    hash: bool,
+    stream: bool,
+    isa: str = "auto",
+) -> int | None:
+    """As pack, looking at tensors while those already looked at are packed; None if one changed.
+
+    `tensors`: all that the bucket holds (first, end). `starts`: where each of the plan's begins in `watch`,
+    and the end, 8 bytes each.
+    """
+
 def unpack(
     targets: Views, pool: Pool, bucket: int, memory: Buffer, stream: bool, isa: str = "auto"
 ) -> None: ...

@@ -71,6 +71,11 @@ class BoundTensors:
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._tensors[index]
 
+    @property
+    def watch(self) -> extension.Watch | None:
+        """For `extension.pack_watched`; None if nothing is bound, or looking is a pass in Python."""
+        return self._watch if self._tensors and isinstance(self._watch, extension.Watch) else None
+
     def changed(self, span: range) -> bool:
         """True if one of ``self[span]`` is not what it was."""
         return self._watch.changed(span.start, span.stop)

@@ -20,6 +20,7 @@ finds accidents (a flipped, truncated, swapped or stale bucket), not attackers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ class Packer:
         self._views = extension.Views(buckets_of(plan), False)
         self._mapping: Mapping[str, torch.Tensor] | None = None
         self._watched = BoundTensors(())
-        self._starts: list[int] = []  # where each position's tensors begin in `_watched`
+        self._starts = array("Q")  # where each position's tensors begin in `_watched`, and the end
         self._sharded: dict[int, torch.Tensor] = {}
         self._gathered: dict[int, torch.Tensor] = {}
         self._gathered_for = -1  # the bucket
@@ -149,14 +150,19 @@ class Packer:
             slot = bucket_index % len(self._ring)
         if type(slot) is not int or not 0 <= slot < len(self._ring):
             raise PackingError(f"no slot {slot!r}: the ring has {len(self._ring)}, counted from 0")
-        if self._refreshes:
-            self._refresh(bucket_index)
-        self.gather(bucket_index)
         nbytes = self.plan.bucket_nbytes(bucket_index)
         memory = self._ring[slot][:nbytes]
-        hash64 = extension.pack(
-            self._views, self._pool, bucket_index, memory, self._hash, self._streams, self._isa
-        )
+        how = (self._pool, bucket_index, memory, self._hash, self._streams, self._isa)
+        hash64: int | None = None
+        if self._refreshes and not self._sharded and (watch := self._watched.watch):
+            span = self.plan.tensors_of_bucket[bucket_index]
+            tensors = (span.start, span.stop)
+            hash64 = extension.pack_watched(self._views, watch, self._starts, tensors, *how)
+        if hash64 is None:  # something changed, or is to be gathered, or looking is a pass of its own
+            if self._refreshes:
+                self._refresh(bucket_index)
+            self.gather(bucket_index)
+            hash64 = extension.pack(self._views, *how)
         return PackedBucket(bucket_index, slot, memory, nbytes, hash64)
 
     def gather(self, bucket_index: int) -> None:
@@ -200,7 +206,7 @@ class Packer:
     def _unbind(self) -> None:
         self._views.clear()
         self._mapping, self._watched = None, BoundTensors(())
-        self._starts.clear()
+        self._starts = array("Q")
         self._sharded.clear()
 
 

@@ -268,6 +268,63 @@ def test_looking_for_changed_tensors_checks_its_arguments():
             extension.Watch(tensors, type_, array("Q", near))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("which", ["w0", "w3", "w7", "empty"])
+def test_a_change_is_noticed_while_the_bucket_is_being_packed(threads, which):
+    """Several tasks long: what comes before the change may be packed when it is seen."""
+    sizes = {f"w{i}": 200_000 for i in range(4)} | {"empty": 0} | {f"w{i}": 200_000 for i in range(4, 8)}
+    weights = {name: torch.nn.Parameter(torch.full((size,), 7.0)) for name, size in sizes.items()}
+    plan = BucketPlan.build(weights, wire_dtype="bfloat16")
+    packer = Packer(plan, num_threads=threads)
+    packer.bind(weights)
+    for value in (-1.0, -2.0):
+        packer.pack(0)
+        if which != "empty":
+            weights[which].data = torch.full((200_000,), value)
+        bucket = packer.pack(0)
+        expected = pack_reference(plan, weights)[0]
+        assert bucket.memory == expected
+        assert bucket.hash64 == hash64(expected)
+    weights[which].data = torch.zeros(3)
+    with pytest.raises(PackingError, match=rf"'{which}' has shape \(3,\)"):
+        packer.pack(0)
+
+
+def test_packing_behind_a_watch_checks_its_arguments():
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no exchange table")
+    memory = (torch.zeros(100), torch.ones(100))
+    buckets = extension.Buckets([(0, 100)] * 2, [(0, 0, 0, 0, 100), (1, 0, 400, 0, 100)], [800])
+    views, pool, out = extension.Views(buckets, False), extension.Pool(2), bytearray(800)
+    for index, tensor in enumerate(memory):
+        views.add(index, 0, [100], [1], (tensor.data_ptr(), tensor.data_ptr(), 400))
+    watch = extension.Watch(memory, torch.Tensor, array("Q", [0] * 4))
+    good = {"starts": array("Q", [0, 1, 2]), "tensors": (0, 2), "bucket": 0, "memory": out}
+
+    def pack(**changes):
+        options = {"pool": pool, "hash": True, "stream": False}
+        return extension.pack_watched(views, watch, **(good | options | changes))
+
+    for change, message in [
+        ({"starts": array("Q", [0, 1])}, "one number for each tensor"),
+        ({"starts": array("I", [0, 1, 2])}, "one number for each tensor"),
+        ({"starts": array("Q", [0, 1, 3])}, "no such tensors"),
+        ({"starts": array("Q", [1, 0, 2])}, "no such tensors"),
+        ({"tensors": (-1, 2)}, "no such tensors in the plan"),
+        ({"tensors": (2, 1)}, "no such tensors in the plan"),
+        ({"tensors": (0, 3)}, "no such tensors in the plan"),
+        ({"tensors": (0, 1)}, "would not be looked at"),
+        ({"tensors": (1, 2)}, "would not be looked at"),
+        ({"bucket": 1}, "no bucket 1"),
+        ({"memory": bytearray(799)}, "smaller than the bucket"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            pack(**change)
+    assert pack() == hash64(out)
+    memory[1].resize_(200)
+    assert pack() is None
+
+
 def test_freed_storage_is_noticed():
     weight = torch.ones(100)
     packer = Packer(BucketPlan.build({"w": weight}))
