@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_lab.engine.cohort import Cohort
-from grpo_lab.engine.core import EngineCore, StepLatency
+from grpo_lab.engine.core import EngineCore
 from grpo_lab.engine.drawn import DrawnPolicy
 from grpo_lab.engine.failures import BadRequest
 from grpo_lab.engine.latency import LatencyModel
@@ -21,6 +21,7 @@ from grpo_lab.engine.policy import Policy
 from grpo_lab.engine.request import NO_EXTRAS, Extras, Request, Scheduled
 from grpo_lab.engine.scheduler import StepPlan
 from grpo_lab.engine.settings import EngineConfig
+from grpo_lab.engine.steps import StepLatency
 from grpo_lab.errors import ConfigError, EngineError
 from grpo_lab.ports import Recorder
 from grpo_lab.types import RequestKind, SamplingParams
