@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_lab.errors import GrpoLabError
 from grpo_lab.events import FaultsEnded, OptimizerStepApplied, Record, RunEnded, StateChanged, TermBegan
 from grpo_lab.protocol.coordinator import Coordinator, SyncReport
+from grpo_lab.sim.declaration import declaration
 from grpo_lab.sim.engine_host import EngineHost, model_score
 from grpo_lab.sim.faults import Faults
 from grpo_lab.sim.life import Life
@@ -25,7 +26,6 @@ from grpo_lab.sim.network import Network, SimulatedEngine
 from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import TRAINER, Fault, Scenario
 from grpo_lab.sim.watch import Watch, WatchedRecorder
-from grpo_lab.sim.world import declaration
 from grpo_lab.trainer.ranks import SingleRank
 from grpo_lab.trainer.weight_source import PackedSource
 from grpo_lab.transport.memory import InMemoryReceiver

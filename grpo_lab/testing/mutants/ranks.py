@@ -14,6 +14,7 @@ from grpo_lab.errors import GrpoLabError, PackingError, SimulationError
 from grpo_lab.events import PhaseAgreed, Record, RunEnded
 from grpo_lab.protocol.coordinator import Coordinator
 from grpo_lab.protocol.delivery import drain
+from grpo_lab.sim.declaration import declaration
 from grpo_lab.sim.engine_host import EngineHost, model_score
 from grpo_lab.sim.faults import Faults
 from grpo_lab.sim.life import Life
@@ -25,7 +26,6 @@ from grpo_lab.sim.scenario import Failure, Scenario
 from grpo_lab.sim.simulation import SimContext, run_simulation
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.watch import Watch, WatchedRecorder
-from grpo_lab.sim.world import declaration
 from grpo_lab.testing.mutants.mutant import Finding, Mutant, Only, finding_of
 from grpo_lab.testing.strategies import tapes
 from grpo_lab.trainer.weight_source import PackedSource
