@@ -2,6 +2,7 @@
 
 Rank 0 is the trainer itself. The others follow it from sync to sync, each at its own time; in between they
 have nothing to decide. Collectives are in process, and a group is dead for all once a rank has missed one.
+As in a real trainer they run in each rank's main thread, one after another, whoever has given up waiting.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class TrainerRanks:
         self._gathers = RankGroup(size, "gathers", lives, view)
         self._late = random.Random(f"{seed} ranks {view}")
         self._others: list[Coordinator] = []
+        self._last_job: list[asyncio.Task[Any] | None] = [None] * size
 
     @property
     def first(self) -> Ranks:
@@ -93,7 +95,21 @@ class TrainerRanks:
         for group in (self._agreements, self._gathers):
             group.fail(rank, how)
 
-    async def collective(self, rank: int, call: str, enter: Callable[[], Awaitable[T]]) -> T:
+    async def in_thread(self, rank: int, job: Callable[[], Awaitable[T]]) -> T:
+        """``job`` in the rank's main thread: in the order in which they are asked for, one after another. Who
+        waits for a job may give up; the job is a blocking call, and goes on.
+        """
+        task = outside(self._after(self._last_job[rank], job), f"main thread of rank {rank}")
+        task.add_done_callback(_retrieve)
+        self._last_job[rank] = task
+        return await asyncio.shield(task)
+
+    async def _after(self, last: asyncio.Task[Any] | None, job: Callable[[], Awaitable[T]]) -> T:
+        if last is not None:
+            await asyncio.gather(last, return_exceptions=True)
+        return await job()
+
+    async def _collective(self, rank: int, call: str, enter: Callable[[], Awaitable[T]]) -> T:
         """Enters one, with the faults that it meets."""
         life = self._lives[rank]
         met = self._faults.strike(call, life.actor) if life.alive else {}
@@ -108,11 +124,20 @@ class TrainerRanks:
             raise PeerDied(f"{life.actor} has died")
         return result  # type: ignore[return-value]
 
-    async def gather(self, rank: int) -> None:
-        await self.collective(rank, "gather", lambda: self._gathers.ranks[rank].barrier(GATHER_S))
+    async def gather(self, rank: int, use: Callable[[], Awaitable[T]]) -> T:
+        """``use`` is what the rank does with what was gathered."""
+
+        async def job() -> T:
+            await self._collective(rank, "gather", lambda: self._gathers.ranks[rank].barrier(GATHER_S))
+            return await use()
+
+        return await self.in_thread(rank, job)
 
     async def agree(self, rank: int, ok: bool, timeout_s: float) -> bool:
-        return await self.collective(rank, "agree", lambda: self._agreements.ranks[rank].agree(ok, timeout_s))
+        group = self._agreements.ranks[rank]
+        return await self.in_thread(
+            rank, lambda: self._collective(rank, "agree", lambda: group.agree(ok, timeout_s))
+        )
 
     async def _late_step(self, one: Coordinator, step: Step[Any]) -> None:
         await asyncio.sleep(LATE_S * self._late.random())
@@ -135,18 +160,13 @@ class _Rank:
 
 
 class _Gathered:
-    """Port ``WeightSource``: each bucket of ``packed`` is gathered by all ranks; rank 0 packs it.
-
-    A gather is a blocking call of the rank's main thread: who waits for it may give up, the gather itself
-    goes on, and the next one begins when it has ended.
-    """
+    """Port ``WeightSource``: each bucket of ``packed`` is gathered by all ranks; rank 0 packs it."""
 
     def __init__(self, group: TrainerRanks, rank: int, packed: WeightSource) -> None:
         self._group = group
         self._rank = rank
         self._packed = packed
         self._next = 0
-        self._under_way: asyncio.Task[Bucket] | None = None
 
     @property
     def plan(self) -> JsonDict:
@@ -165,35 +185,30 @@ class _Gathered:
         return self._packed.num_tensors
 
     async def begin(self, sync: SyncId) -> None:
-        await self._end_of_the_last()
         self._next = 0
-        if self._rank == 0:
-            await self._packed.begin(sync)
+        await self._group.in_thread(self._rank, lambda: self._begin(sync))
 
     async def next(self) -> Bucket | None:
-        await self._end_of_the_last()
         if self._next >= self.num_buckets:
             return None
         index, self._next = self._next, self._next + 1
-        self._under_way = outside(self._gather(index), f"gather of rank {self._rank}")
-        self._under_way.add_done_callback(_retrieve)
-        return await asyncio.shield(self._under_way)
+        return await self._group.gather(self._rank, lambda: self._pack(index))
 
-    async def _gather(self, index: int) -> Bucket:
-        await self._group.gather(self._rank)
+    async def _begin(self, sync: SyncId) -> None:
+        if self._rank == 0:
+            await self._packed.begin(sync)
+
+    async def _pack(self, index: int) -> Bucket:
         bucket = await self._packed.next() if self._rank == 0 else None
         return bucket or Bucket(index, 0, memoryview(b""), 0, 0)
-
-    async def _end_of_the_last(self) -> None:
-        last, self._under_way = self._under_way, None
-        if last is not None:
-            await asyncio.gather(last, return_exceptions=True)
 
     def phases_s(self) -> dict[str, float]:
         return self._packed.phases_s() if self._rank == 0 else {}
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        await self._group.gather(self._rank)
+        return await self._group.gather(self._rank, lambda: self._score(sequences))
+
+    async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return await self._packed.score(sequences) if self._rank == 0 else []
 
 

@@ -28,3 +28,12 @@ def test_a_gather_that_nobody_waits_for_any_more_still_ends_before_the_next():
     outcome = simulate(scenario).value
     assert (outcome.optimizer_steps, outcome.faults) == (1, 1)
     assert outcome.check.of("S29").evaluations > 0
+
+
+def test_a_rank_that_is_late_for_a_gather_agrees_after_it():
+    """S29: it gave up waiting for its gather, and agreed before it had entered: one thread cannot do that."""
+    fault = Fault("hang", "trainer-r1", "gather", 1, duration_s=25.0)
+    scenario = Scenario(engines=1, steps=1, canary=True, trainer_ranks=2, faults=(fault,))
+    outcome = simulate(scenario).value
+    assert (outcome.optimizer_steps, outcome.faults) == (1, 1)
+    assert outcome.check.of("S29").evaluations > 0
