@@ -79,6 +79,7 @@ CLUSTER = dataclasses.replace(
     mean_tokens=100,
     max_tokens=200,
     steps=3,
+    kv_blocks=1000,  # of every engine: a hundred thousand are 6 MB of this process
     step_s=1.0,
     network_s=1e-4,
     bucket_bytes=384,  # one tensor each: equal buckets

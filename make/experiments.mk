@@ -28,3 +28,11 @@ nightly: $(RAY_STAMP)
 $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	@touch $(RAY_STAMP)
+
+# What the gallery of docs/experiments.md shows; newest results of `make experiments`.
+GALLERY := sync_interval/sync_interval pause_mode/pause_mode admission/admission_128 cluster_split/cluster_split_queue_8 \
+	faults/faults scale/scale buckets/sync_time staleness_vs_reward/accuracy_by_bound learning_rate_vs_lag/drift
+
+.PHONY: experiments-gallery
+experiments-gallery:  ## copy the gallery's figures from runs/experiments/ to docs/figures/
+	for figure in $(GALLERY); do cp $(SWEEP_OUT)/$$figure.png docs/figures/$$(dirname $$figure).png; done

@@ -18,7 +18,7 @@ from grpo_lab.report.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SKY, YE
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, INK, YELLOW)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 CONFIDENCE = 0.95
-PNG_DPI = 150
+PNG_DPI = 110
 
 
 def new_figure(columns: int = 1, rows: int = 1, width_in: float = 5.0, height_in: float = 3.6) -> Figure:

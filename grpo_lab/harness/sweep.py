@@ -30,6 +30,7 @@ from grpo_lab.harness.run_dir import source_commit
 from grpo_lab.harness.sweep_folder import SweepFolder
 
 MISSED = 1
+IN_WORDS = {"hybrid": "hybrid (learning measured, seconds simulated)"}
 PLAIN_EVERY_S = 10.0
 
 
@@ -90,10 +91,11 @@ def _publish(
 
 def stamp_of(table: pd.DataFrame) -> str:
     """What stands below every figure: how its numbers came about."""
-    labels = " and ".join(sorted(table["label"].unique()))
+    labels = " and ".join(IN_WORDS.get(label, label) for label in sorted(table["label"].unique()))
     commits = ", ".join(sorted(set(table["commit"]) - {""})) or "unknown"
     digest = pd.util.hash_pandas_object(table["config"].sort_values(), index=False).sum() & 0xFFFFFFFF
-    return f"{labels} · n = {table['seed'].nunique()} seeds · configs {digest:08x} · commit {commits}"
+    seeds = table["seed"].nunique()
+    return f"{labels} · n = {seeds} seed{'s' * (seeds != 1)} · configs {digest:08x} · commit {commits}"
 
 
 def reading_guide(experiment: Experiment, table: pd.DataFrame, claims: Sequence[Claim], scale: Scale) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from grpo_lab.errors import ConfigError, DataError
+from grpo_lab.harness.dry_run import dry_run
 from grpo_lab.harness.executors import LocalExecutor
 from grpo_lab.harness.experiment import (
     Point,
@@ -28,7 +31,7 @@ from grpo_lab.harness.experiment import (
     successive_halving,
 )
 from grpo_lab.harness.plots import interval
-from grpo_lab.harness.sweep import run_sweep
+from grpo_lab.harness.sweep import run_sweep, stamp_of
 from grpo_lab.harness.sweep_folder import SweepFolder, load_experiment
 
 TOY = '''
@@ -101,11 +104,41 @@ def test_a_sweep_writes_a_tidy_row_a_run_figures_and_a_guide(toy, tmp_path):
     for suffix in ("svg", "png"):
         assert (tmp_path / "out" / "toy" / f"toy.{suffix}").stat().st_size > 1000
     svg = (tmp_path / "out" / "toy" / "toy.svg").read_text()
-    assert "simulated" in svg
-    assert "n = 2 seeds" in svg
+    assert re.search(r"simulated · n = 2 seeds · configs [0-9a-f]{8} · commit \w+", svg)
     guide = (tmp_path / "out" / "toy" / "reading.md").read_text()
     assert "holds: y rises with x" in guide
     assert not list((tmp_path / "out" / "toy" / "work").iterdir()), "folders of finished points are gone"
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (["measured"], "measured · n = 1 seed · "),
+        (["hybrid"], "hybrid (learning measured, seconds simulated) · n = 1 seed · "),
+        (["simulated", "measured"], "measured and simulated · n = 1 seed · "),
+    ],
+)
+def test_a_stamp_says_how_the_numbers_came_about(labels, words):
+    rows = [{"label": label, "seed": 0, "config": "0123456789ab", "commit": ""} for label in labels]
+    assert stamp_of(pd.DataFrame(rows)).startswith(words)
+    assert stamp_of(pd.DataFrame(rows)).endswith(" · commit unknown")
+
+
+def test_a_dry_run_tells_the_grid_and_keeps_nothing(toy, tmp_path, monkeypatch):
+    console = Console(record=True, quiet=False, file=io.StringIO(), width=200)
+    assert dry_run(load_experiment(toy), Scale(3), LocalExecutor(2), console) == 0
+    said = console.export_text()
+    for words in ("x: 1, 2, 3", "way: a, b", "18 points, 3 seeds, 2 at a time", "nothing was kept"):
+        assert words in said
+    assert len(calls(tmp_path)) == 2
+    assert {path.name for path in tmp_path.iterdir()} <= {"log", toy.parent.name}
+
+
+def test_a_dry_run_says_when_a_point_fails(toy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOY_LOG", str(tmp_path / "no" / "such" / "folder"))
+    console = Console(record=True, file=io.StringIO(), width=200)
+    assert dry_run(load_experiment(toy), Scale(1), LocalExecutor(1), console) == 1
+    assert "failed: FileNotFoundError" in console.export_text()
 
 
 def test_finished_points_are_skipped_and_a_new_seed_is_added(toy, tmp_path):
