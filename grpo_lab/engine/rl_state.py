@@ -161,15 +161,22 @@ class RlState:
             await self._switch(session)
 
     async def abandon(self, sync: SyncId | None = None, term: int = 0) -> None:
-        """Drops the open session, if it is that of ``sync`` or older; nothing to drop is fine."""
-        self.core.check_alive()
-        self.core.observe_term(sync.term if sync else term)
-        session = self._session
-        if session is None:
-            return
-        if sync is not None and session.sync is not None and sync < session.sync:
-            raise UpdateError(f"abandon of {sync}, but the open weight update is {session.sync}")
-        await self._drop("abandoned by the trainer")
+        """Drops the open session, if it is that of ``sync`` or older; nothing to drop is fine.
+
+        Raises ``UpdateError`` when it comes too late: a finish that was under way has made the version of
+        ``sync`` the active one, and whoever gave that sync up must not take this engine for the previous one.
+        """
+        async with self._finishing:
+            self.core.check_alive()
+            self.core.observe_term(sync.term if sync else term)
+            session = self._session
+            if sync is not None and self.core.identity.weights == (sync.term, sync.version):
+                raise UpdateError(f"abandon of {sync}, but {self.core.identity.label} is active already")
+            if session is None:
+                return
+            if sync is not None and session.sync is not None and sync < session.sync:
+                raise UpdateError(f"abandon of {sync}, but the open weight update is {session.sync}")
+            await self._drop("abandoned by the trainer")
 
     async def shutdown(self) -> None:
         """Leaves the transfer. Raises ``UpdateError`` while an update is open."""

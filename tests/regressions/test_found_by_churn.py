@@ -1,5 +1,7 @@
 """What simulated clusters found when their engines died and came back, stalled, and were cut off."""
 
+import pytest
+
 from grpo_lab.sim.scenario import Fault, Scenario
 from grpo_lab.sim.world import simulate
 
@@ -37,3 +39,15 @@ def test_a_rank_that_is_late_for_a_gather_agrees_after_it():
     outcome = simulate(scenario).value
     assert (outcome.optimizer_steps, outcome.faults) == (1, 1)
     assert outcome.check.of("S29").evaluations > 0
+
+
+@pytest.mark.parametrize("late_s", [10.03, 10.05, 10.08, 10.1])
+def test_a_finish_that_comes_between_the_question_and_the_abandon_is_noticed(late_s):
+    """S3: the coordinator gives the sync up after 10 s and hears that the engine holds the previous version;
+    then the finish comes; the abandon found nothing to drop, and the engine was resumed on the new version.
+    """
+    fault = Fault("delay", "engine-0", "finish_update", 2, duration_s=late_s)
+    scenario = Scenario(engines=1, steps=3, network_s=0.05, jitter=0.0, sync_attempts=1, faults=(fault,))
+    outcome = simulate(scenario).value
+    assert (outcome.optimizer_steps, outcome.faults) == (3, 1)
+    assert outcome.marks["engine-fenced"] == 1

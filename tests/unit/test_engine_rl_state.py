@@ -239,6 +239,20 @@ async def test_a_newer_sync_supersedes_one_that_was_given_up():
 
 
 @in_loop
+async def test_an_abandon_that_comes_after_the_finish_is_no_success():
+    async with engine() as (_, rl, _receiver, plan, _buckets):
+        await rl.start(V1)
+        await rl.update(update_info(V1, plan), V1)
+        _, late = await asyncio.gather(rl.finish(str(V1), V1), rl.abandon(V1), return_exceptions=True)
+        assert isinstance(late, UpdateError)
+        for attempt in (1, 2):
+            with pytest.raises(UpdateError, match=r"t1\.v1\.a1 is active already"):
+                await rl.abandon(SyncId(1, 1, attempt))
+        assert rl.weight_version == "t1.v1.a1"
+        await rl.abandon(V2)
+
+
+@in_loop
 async def test_an_older_attempt_cannot_abandon_a_newer_one():
     async with engine() as (_, rl, _receiver, plan, _buckets):
         second = SyncId(1, 1, 2)
