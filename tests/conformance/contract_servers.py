@@ -11,11 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 from contract_weights import MAX_MODEL_LEN
+
+from grpo_lab.harness.shared_files import mapped_by, remove_unmapped
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
@@ -33,6 +36,14 @@ class Server:
     process: subprocess.Popen[bytes] | None  # None: started by somebody else
     url: str
     log: Path
+    segments: set[Path] = field(default_factory=set)  # of a vLLM, which a violent end leaves behind
+
+    def note_segments(self) -> None:
+        assert self.process is not None
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(process.pid) == self.process.pid:
+                    self.segments |= mapped_by(process.pid)
 
     def alive(self) -> bool:
         return self.process is None or self.process.poll() is None
@@ -45,12 +56,22 @@ class Server:
     def stop(self) -> None:
         if self.process is None:
             return
+        self.note_segments()
+        try:
+            self._end_group(self.process)
+        finally:
+            remove_unmapped(self.segments)
+
+    def _end_group(self, process: subprocess.Popen[bytes]) -> None:
         for number, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+                os.killpg(process.pid, number)
+            deadline_s = time.monotonic() + patience_s
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience_s)
-            if not _group_lives(self.process.pid):
+                process.wait(patience_s)
+            while _group_lives(process.pid) and number == signal.SIGKILL and time.monotonic() < deadline_s:
+                time.sleep(0.05)  # they map their segments until they are gone
+            if not _group_lives(process.pid):
                 return
 
 
@@ -127,6 +148,7 @@ def start(command: Sequence[str], environment: dict[str, str], port: int, log: P
     while True:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{server.url}/health", timeout=5, trust_env=False).status_code == 200:
+                server.note_segments()
                 return server
         if not server.alive() or time.monotonic() > deadline_s:
             server.stop()
