@@ -12,6 +12,7 @@ import dataclasses
 import json
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import nullcontext
 from typing import Any
 
 from grpo_lab.transport.lab_wire import (
@@ -69,6 +70,8 @@ class LabMiddleware:
         self.active = False  # a weight update is open
         self.open: SyncId | None = None  # whose; None: its client did not say
         self.torn = ""
+        self.loaded: SyncId | None = None  # by the last finish
+        self._finishing = asyncio.Lock()
         self._lease_s = 0.0
         self._busy = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -102,7 +105,11 @@ class LabMiddleware:
     ) -> None:
         client, sync = scope["app"].state.engine_client, _sync_of(headers)
         if path == ABANDON_PATH:
-            await self._abandon(client, sync)
+            async with self._finishing:
+                if sync is not None and self.loaded is not None and self.loaded.weights == sync.weights:
+                    # Whoever gave it up must not take this engine for one with the previous version.
+                    raise Refused(500, f"abandon of {sync}, but {self.loaded} is loaded already")
+                await self._abandon(client, sync)
             await _answer(send, 200, {"message": "Weight update abandoned"})
             return
         if path == "/start_weight_update" and self.active and sync is not None:
@@ -117,12 +124,13 @@ class LabMiddleware:
             receive, plan = await _peek_plan(receive)
             status, _ = await self._forward(scope, receive, send, ((PLAN_HEADER, plan),) if plan else ())
             return
-        try:
-            status, body = await self._forward(scope, receive, send)
-        except Exception as error:  # vLLM makes its 500 of it, outside of all middleware
-            await self._note(path, 500, str(error), sync, headers, client)
-            raise
-        await self._note(path, status, body, sync, headers, client)
+        async with self._finishing if path == "/finish_weight_update" else nullcontext():
+            try:
+                status, body = await self._forward(scope, receive, send)
+            except Exception as error:  # vLLM makes its 500 of it, outside of all middleware
+                await self._note(path, 500, str(error), sync, headers, client)
+                raise
+            await self._note(path, status, body, sync, headers, client)
 
     async def _note(
         self, path: str, status: int, body: str, sync: SyncId | None, headers: dict[str, str], client: Any
@@ -140,6 +148,7 @@ class LabMiddleware:
         elif path == "/finish_weight_update":
             if ok:
                 self.active, self.open, self.torn = False, None, ""
+                self.loaded = sync
             elif TORN in body:
                 self.torn = f"{sync or 'an update'} failed while it was loaded"
                 # Never the old version's name again: whoever asks must not take these weights for it.

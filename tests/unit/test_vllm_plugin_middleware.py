@@ -210,6 +210,18 @@ async def test_an_update_can_be_abandoned_by_its_sender_only(vllm):
 
 
 @in_loop
+async def test_an_abandon_that_comes_after_the_finish_is_no_success(vllm):
+    client = Client(vllm)
+    await client.post("/start_weight_update", FIRST)
+    assert (await client.post("/finish_weight_update", FIRST)).status_code == 200
+    for attempt in (FIRST, SECOND):
+        answer = await client.post(ABANDON_PATH, attempt)
+        assert answer.status_code == 500
+        assert "t3.v1.a1 is loaded already" in answer.json()["error"]["message"]
+    assert (await client.post(ABANDON_PATH, SyncId(3, 2))).status_code == 200
+
+
+@in_loop
 async def test_a_failed_update_leaves_the_engine_in_service(vllm):
     client = Client(vllm)
     await client.post("/start_weight_update", FIRST)
