@@ -22,6 +22,7 @@ from grpo_lab.events.record import Place
 LAG_S = 2.0
 GIVE_UP_S = 30.0  # what is named as a cause and has not been written by then was lost with its process
 POLL_S = 0.25
+FIRST_FILE_S = 120.0  # for a run that is about to begin
 
 
 class Follower:
@@ -117,6 +118,26 @@ class _Part:
             self.waiting.append((place, record))
             self.run_ended = self.run_ended or (record is not None and record.event.kind == RunEnded.kind)
         return self.waiting[-1][0][0] if self.waiting else -math.inf
+
+
+def parts_directory(path: Path) -> Path | None:
+    """Where a run writes its event files, below ``path`` or there; None as long as there is none."""
+    return next((place for place in (path / "events", path) if any(place.glob("*.jsonl"))), None)
+
+
+def await_parts(
+    path: Path, pause: Callable[[float], None] = time.sleep, give_up_s: float = FIRST_FILE_S
+) -> Path:
+    """The directory of the event files, as soon as there is one. Raises ``TraceError`` when none comes."""
+    waited_s = 0.0
+    while (directory := parts_directory(path)) is None:
+        if waited_s >= give_up_s:
+            raise TraceError(
+                f"{path}: no event file came in {give_up_s:g} s. Name the directory of a run that goes on"
+            )
+        pause(POLL_S)
+        waited_s += POLL_S
+    return directory
 
 
 def follow(

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_lab.check import Checker, CheckResult, RuleResult, Violation, check_trace, read_parts
+from grpo_lab.check.follow import FIRST_FILE_S, await_parts, parts_directory
 from grpo_lab.check.follow import follow as follow_trace
 from grpo_lab.errors import TraceError, UserError
 from grpo_lab.events import (
@@ -97,12 +98,20 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bo
 
 
 def _follow(path: Path) -> None:
-    directory = path / "events" if (path / "events").is_dir() else path
-    if not directory.is_dir():
+    if not path.is_dir():
         raise UserError(f"--follow {path}: expected the directory of a run that goes on")
     console = Console(highlight=False)
-    console.print(f"following {escape(str(directory))} until the run ends; Ctrl-C to stop", soft_wrap=True)
+    if parts_directory(path) is None:
+        place = escape(str(path))
+        console.print(
+            f"there is no event file in {place} yet: waiting up to {FIRST_FILE_S:g} s for the first",
+            soft_wrap=True,
+        )
     with contextlib.suppress(KeyboardInterrupt):
+        directory = await_parts(path)
+        console.print(
+            f"following {escape(str(directory))} until the run ends; Ctrl-C to stop", soft_wrap=True
+        )
         for item in follow_trace(directory, Checker()):
             console.print(
                 f"[bold red]{item.rule}[/] at {item.t:.3f} s: {escape(item.message)}", soft_wrap=True

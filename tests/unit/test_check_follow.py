@@ -12,7 +12,9 @@ import pytest
 from report_trace import synthetic
 
 from grpo_lab.check import Checker, check_records, read_parts
-from grpo_lab.check.follow import GIVE_UP_S, Follower, follow
+from grpo_lab.check.follow import FIRST_FILE_S, GIVE_UP_S, Follower, await_parts, follow
+from grpo_lab.cli import check as check_command
+from grpo_lab.cli.main import main
 from grpo_lab.errors import TraceError
 from grpo_lab.events import Record, RunDeclared, RunEnded, VersionCommitted
 from grpo_lab.harness.live_check import SHOWN_PER_RULE, LiveCheck
@@ -124,6 +126,36 @@ def test_live_checking_that_fails_says_why(tmp_path):
         pass
     assert "could not be checked while it was written: " in live.failure
     assert "run.jsonl, line 1" in live.failure
+
+
+@pytest.mark.parametrize("below", ["", "events"])
+def test_the_first_event_file_is_waited_for(tmp_path, below):
+    directory = tmp_path / below
+    waits = []
+
+    def pause(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            directory.mkdir(exist_ok=True)
+            (directory / "run.jsonl").touch()
+
+    assert await_parts(tmp_path, pause) == directory
+    assert len(waits) == 3
+
+
+def test_a_run_that_never_begins_is_not_waited_for_for_ever(tmp_path):
+    waits = []
+    with pytest.raises(TraceError, match=f"no event file came in {FIRST_FILE_S:g} s"):
+        await_parts(tmp_path, waits.append)
+    assert sum(waits) == FIRST_FILE_S
+
+
+def test_the_command_says_that_it_waits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check_command, "await_parts", lambda path: await_parts(path, lambda _: None))
+    assert main(["check", str(tmp_path), "--follow"]) == 2
+    said = capsys.readouterr()
+    assert f"waiting up to {FIRST_FILE_S:g} s for the first" in said.out
+    assert "no event file came" in said.err
 
 
 def test_the_command_follows_a_run_to_its_end(tmp_path):
