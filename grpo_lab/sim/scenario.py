@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -202,8 +203,11 @@ class Scenario:
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(name, getattr(self, name), f"{low} to {high}")
+            value: Any = getattr(self, name)
+            whole = isinstance(low, int)
+            if not isinstance(value, Integral if whole else Real) or not low <= float(value) <= high:
+                kind = "an integer" if whole else "a number"
+                raise ConfigError(name, value, f"{kind} from {low} to {high}")
         for name, words in _WORDS.items():
             if getattr(self, name) not in get_args(words):
                 raise ConfigError(name, getattr(self, name), f"one of {get_args(words)}")
@@ -214,6 +218,8 @@ class Scenario:
         _ = self.bound  # its own checks
         members = (*self.engine_names, *self.rank_names, WORKER)
         for fault in self.faults:
+            if not isinstance(fault, Fault):
+                raise ConfigError("faults", fault, "a tuple of Fault")
             if fault.target not in members:
                 raise ConfigError("fault target", fault.target, f"one of {', '.join(members)}")
 
@@ -274,6 +280,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("queue_capacity", 1, 100_000),
     ("sync_attempts", 1, 100),
     ("min_engines", 1, 1024),
+    ("max_inflight", 1, 1_000_000),
     ("mean_tokens", 1, 100_000),
     ("max_tokens", 1, 100_000),
     ("length_sigma", 0.0, 4.0),

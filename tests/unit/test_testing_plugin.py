@@ -16,6 +16,7 @@ import time
 from datetime import datetime
 
 import pytest
+from grpo_lab.errors import UserError
 from grpo_lab.events import Reached, SyncBegan, RunDeclared
 from grpo_lab.recorders import ListRecorder
 
@@ -66,6 +67,27 @@ def test_trace_check_finds(trace_check):
 
 def test_trace_check_refuses_an_empty_trace(trace_check):
     trace_check([])
+
+def test_wrong_input_is_told(cluster, simulate, trace_check, tmp_path):
+    async def main(context):
+        pass
+    for call, words in (
+        (lambda: cluster(engine=2), "field of a Scenario='engine': expected one of engines"),
+        (lambda: cluster(engines="two"), "engines='two': expected an integer from 1 to 1024"),
+        (lambda: cluster(engines=1.5), "engines=1.5: expected an integer from 1 to 1024"),
+        (lambda: cluster(faults=("crash",)), "faults='crash': expected a tuple of Fault"),
+        (lambda: cluster(tape=[1, 2]), "tape=.1, 2.: expected a grpo_lab.sim.tape.Tape"),
+        (lambda: cluster(parts=dict), "parts=.*: expected a grpo_lab.sim.parts.Parts"),
+        (lambda: simulate(main(None)), "main=.*: expected a function of one argument"),
+        (lambda: simulate(main, tape=3), "tape=3: expected a grpo_lab.sim.tape.Tape"),
+        (lambda: trace_check([], allow=("S99",)), "allow='S99': expected one of S1, "),
+        (lambda: trace_check([], allow="S1"), "allow='S1': expected a collection of rules"),
+        (lambda: trace_check(tmp_path / "nothing"), "no such run directory or trace file"),
+        (lambda: trace_check(["S1"]), "or records"),
+        (lambda: trace_check(7), "or records"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call()
 """
 
 
@@ -74,7 +96,7 @@ def test_the_fixtures_work_and_can_fail(pytester, monkeypatch):
     pytester.makepyfile(USERS_TESTS)
     # A process of its own: numpy cannot be imported a second time in this one.
     result = pytester.runpytest_subprocess("-p", "grpo_lab.testing.plugin", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=4, failed=3, errors=1)  # a left task is an error at teardown
+    result.assert_outcomes(passed=5, failed=3, errors=1)  # a left task is an error at teardown
     said = result.stdout.str()
     assert "tasks were left when the test ended: forgotten" in said
     assert "two runs differ at record 0" in said
