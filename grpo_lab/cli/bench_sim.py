@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_lab.cli.outputs import output_file, plot_file
 from grpo_lab.files import write_whole
 from grpo_lab.harness import sim_benchmark_report as report
 from grpo_lab.harness.sim_benchmark import LONG, MEDIUM, SHORT, SimRow, cases, measure
@@ -21,8 +22,10 @@ from grpo_lab.harness.sim_benchmark import LONG, MEDIUM, SHORT, SimRow, cases, m
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints tables, writes what was asked for. 1 if a goal was missed and --strict is on."""
     parser = argparse.ArgumentParser(prog="grpo-lab bench sim", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row and the goals")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed and cost (.svg or .png)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write every row and the goals")
+    parser.add_argument(
+        "--plot", type=plot_file, metavar="FILE", help="draw speed and cost (.svg, .png or .pdf)"
+    )
     parser.add_argument("--quick", action="store_true", help="up to 16 engines (else up to 256)")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     options = parser.parse_args(argv)

@@ -46,6 +46,15 @@ def test_all_sizes_are_measured():
     assert len(list(cases(quick=True))) < len(list(cases(quick=False)))
 
 
+@pytest.mark.parametrize("words", [["--json", "/nowhere/rows.json"], ["--plot", "plot.txt"], ["--plot", "/"]])
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measured(words, monkeypatch, capsys):
+    monkeypatch.setattr(bench_sim, "measure", lambda _: pytest.fail("it began to measure"))
+    with pytest.raises(SystemExit) as ended:
+        bench_sim.main(["--quick", *words])
+    assert ended.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
 def test_the_command_writes_rows_and_a_plot(tmp_path, monkeypatch, capsys):
     few = [Case(TINY, 1, 8, "event", 1), Case(TINY, 1, 8, "step", 1)]
     monkeypatch.setattr(bench_sim, "cases", lambda quick: few)
