@@ -7,6 +7,7 @@ drop everything after it, and run again.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from grpo_lab.sim.tape import Tape
 
 Run = Callable[[Tape], Hashable]
+_A_HANDFUL = 8  # choices; with more of them each is not looked at by itself
+_SAMPLE = 300  # schedules with very few choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,68 +103,135 @@ def _next_prefix(taken: Sequence[int], asked: Sequence[int]) -> list[int] | None
 
 
 def shrink(tape: Tape, fails: Callable[[Tape], bool], *, max_runs: int = 2_000) -> Tape:
-    """A simpler tape that still fails: shorter first, then more zeros, then smaller choices.
+    """A simpler tape that still fails: shorter, with fewer and smaller choices besides first in, first out.
 
-    ``fails(tape)`` runs the case and says whether the failure is the same one. Returns ``tape`` in its
-    canonical form when it does not fail at all. Deterministic; greedy, so a local minimum.
+    ``fails(tape)`` runs the tape, and says whether it fails in the same way. Returns ``tape`` in its
+    canonical form when it does not fail at all. Deterministic, and greedy: a local minimum.
+
+    What a choice means depends on all choices before it, so taking them back one by one gets stuck far from
+    the least. Hence schedules with very few choices are tried first (after Emmi, Qadeer, Rakamaric,
+    "Delay-bounded scheduling", POPL 2011); a race that needs more of them is left to delta debugging.
     """
-    budget = [max_runs]
-
-    def still_fails(choices: Sequence[int]) -> bool:
-        if budget[0] <= 0:
-            return False
-        budget[0] -= 1
-        return fails(Tape(choices))
-
-    best = list(Tape(tape.choices).choices)
-    if not still_fails(best):
+    trial = _Trial(fails, max_runs)
+    best = _stripped(tape.choices)
+    if not trial(best):
         return tape
-    while budget[0] > 0:
-        before = list(best)
-        best = _shorten(best, still_fails)
-        best = _zero_chunks(best, still_fails)
-        best = _lower(best, still_fails)
-        if best == before:
-            break
+    best = _few_deviations(_shorten(best, trial), trial, min(_SAMPLE, max_runs // 2))
+    before: list[int] | None = None
+    while best != before and trial.runs < max_runs:
+        before = best
+        best = _stripped(_fewer(_shorten(best, trial), trial))
+        if sum(map(bool, best)) <= _A_HANDFUL:
+            best = _stripped(_earlier(_lower(best, trial), trial))
     return Tape(best)
 
 
-def _shorten(choices: list[int], still_fails: Callable[[Sequence[int]], bool]) -> list[int]:
+class _Trial:
+    """Whether choices fail, each asked once, up to a number of runs; then nothing fails any more."""
+
+    def __init__(self, fails: Callable[[Tape], bool], max_runs: int) -> None:
+        self._fails = fails
+        self._max_runs = max_runs
+        self._known: dict[tuple[int, ...], bool] = {}
+        self.runs = 0
+        self.asked: Sequence[int] = ()  # of the last run
+
+    def __call__(self, choices: Sequence[int]) -> bool:
+        key = tuple(_stripped(choices))
+        if key not in self._known:
+            if self.runs >= self._max_runs:
+                return False
+            self.runs += 1
+            tape = Tape(choices)
+            self._known[key] = self._fails(tape)
+            self.asked = tape.asked
+        return self._known[key]
+
+
+def _stripped(choices: Sequence[int]) -> list[int]:
+    """Without the zeros at the end, which change nothing."""
+    end = len(choices)
+    while end and choices[end - 1] == 0:
+        end -= 1
+    return list(choices[:end])
+
+
+def _shorten(choices: list[int], fails: _Trial) -> list[int]:
     """The shortest failing beginning that halving finds (what follows it is first in, first out)."""
     low, high = 0, len(choices)
     while low < high:
         middle = (low + high) // 2
-        if still_fails(choices[:middle]):
+        if fails(choices[:middle]):
             high = middle
         else:
             low = middle + 1
     return choices[:high]
 
 
-def _zero_chunks(choices: list[int], still_fails: Callable[[Sequence[int]], bool]) -> list[int]:
-    size = len(choices)
-    while size >= 1:
-        for start in range(0, len(choices), size):
-            chunk = choices[start : start + size]
-            if any(chunk):
-                trial = [*choices[:start], *([0] * len(chunk)), *choices[start + size :]]
-                if still_fails(trial):
-                    choices = trial
-        size //= 2
+def _few_deviations(choices: list[int], fails: _Trial, max_runs: int) -> list[int]:
+    """First in, first out but for one choice among the first ``len(choices)``, or two or three: a sample in
+    a fixed order, the single ones to three quarters. ``choices`` when none of these fails.
+    """
+    if sum(map(bool, choices)) <= 1 or fails([0] * len(choices)):
+        return choices
+    source = random.Random(0)
+    singles = [(place, lane) for place, asked in enumerate(fails.asked) for lane in range(1, asked)]
+    source.shuffle(singles)
+    alone = [[single] for single in singles[: max_runs * 3 // 4]]
+    together = [source.sample(singles, 2 + n % 2) for n in range(max_runs - len(alone)) if len(singles) > 3]
+    for deviations in (*alone, *together):
+        trial = [0] * len(choices)
+        for place, lane in deviations:
+            trial[place] = lane
+        if fails(trial):
+            return _stripped(trial)
     return choices
 
 
-def _lower(choices: list[int], still_fails: Callable[[Sequence[int]], bool]) -> list[int]:
-    """Each non-zero choice to the smallest of 1, 2, ..., 8 that still fails; and one decision earlier."""
+def _fewer(choices: list[int], fails: _Trial) -> list[int]:
+    """As few choices that are not zero as delta debugging finds.
+
+    The non-zero ones are cut into parts; if one part alone fails it is all that is kept, else a part
+    without which the rest fails is left out, else the parts are made smaller. Source: Zeller, Hildebrandt,
+    "Simplifying and isolating failure-inducing input", IEEE TSE 28 (2002), the algorithm ddmin.
+    """
+    kept = [index for index, choice in enumerate(choices) if choice]
+    count = 2
+
+    def only(places: Sequence[int]) -> list[int]:
+        wanted = frozenset(places)
+        return [choice if index in wanted else 0 for index, choice in enumerate(choices)]
+
+    while len(kept) > 1:
+        count = min(count, len(kept))
+        parts = [kept[len(kept) * n // count : len(kept) * (n + 1) // count] for n in range(count)]
+        rests = [[place for place in kept if place not in part] for part in parts]
+        if (alone := next((part for part in parts if fails(only(part))), None)) is not None:
+            kept, count = alone, 2
+        elif (rest := next((rest for rest in rests if fails(only(rest))), None)) is not None:
+            kept, count = rest, max(count - 1, 2)
+        elif count == len(kept):
+            break
+        else:
+            count *= 2
+    return only(kept)
+
+
+def _lower(choices: list[int], fails: _Trial) -> list[int]:
+    """Each non-zero choice to the smallest of 1, 2, ..., 8 that still fails."""
     for index in range(len(choices)):
         for smaller in range(1, min(choices[index], 9)):
             trial = [*choices[:index], smaller, *choices[index + 1 :]]
-            if still_fails(trial):
+            if fails(trial):
                 choices = trial
                 break
+    return choices
+
+
+def _earlier(choices: list[int], fails: _Trial) -> list[int]:
+    """The first zero before a choice left out that may be: what follows comes one decision earlier."""
     for index in range(len(choices)):
-        if choices[index] == 0:
-            trial = [*choices[:index], *choices[index + 1 :]]
-            if any(choices[index + 1 :]) and still_fails(trial):
-                return trial
+        trial = [*choices[:index], *choices[index + 1 :]]
+        if choices[index] == 0 and fails(trial):
+            return trial
     return choices

@@ -171,3 +171,37 @@ def test_all_failures_can_be_counted():
 def test_shrink_of_a_tape_that_does_not_fail_gives_it_back():
     tape = Tape([3, 1])
     assert shrink(tape, lambda _: False) is tape
+
+
+def needs(wanted, decisions=80, lanes=3):
+    """A program of so many decisions that fails when it takes the ``wanted`` lanes; counts its runs."""
+    runs = []
+
+    def fails(tape):
+        runs.append(tape)
+        taken = [tape.choose(range(lanes)) for _ in range(decisions)]
+        return all(taken[place] == lane for place, lane in wanted.items())
+
+    return fails, runs
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most_runs"), [({17: 2}, 140), ({3: 1, 50: 2}, 400), ({3: 1, 30: 1, 31: 2, 70: 1}, 500)]
+)
+def test_what_is_left_is_what_the_failure_needs(wanted, most_runs):
+    fails, runs = needs(wanted)
+    failing = next(tape for seed in range(10_000) if fails(tape := random_tape(seed, 200)))
+    runs.clear()
+    shrunk = shrink(failing, fails)
+    assert {place: choice for place, choice in enumerate(shrunk.choices) if choice} == wanted
+    assert len(shrunk.choices) == max(wanted) + 1
+    assert len(runs) <= most_runs
+    assert len({run.choices for run in runs}) == len(runs), "no schedule is tried twice"
+
+
+def test_shrinking_ends_with_its_budget():
+    fails, runs = needs({3: 1, 30: 1, 31: 2, 70: 1})
+    failing = next(tape for seed in range(10_000) if fails(tape := random_tape(seed, 200)))
+    runs.clear()
+    assert fails(shrink(failing, fails, max_runs=20))
+    assert len(runs) == 21
