@@ -10,9 +10,8 @@ namespace grpo {
 struct Kernels {
     const char* name;
     // Copies whole 1024-byte blocks and folds them into the XXH3 accumulators `acc` (null: copy only), scrambling
-    // after each block. `stream` uses non-temporal stores; `to` is then 64-byte aligned. `far`: the source is not in
-    // the cache, and is fetched ahead.
-    void (*copy_blocks)(uint64_t* acc, void* to, const void* from, size_t blocks, bool stream, bool far);
+    // after each block. `stream` uses non-temporal stores; `to` is then 64-byte aligned.
+    void (*copy_blocks)(uint64_t* acc, void* to, const void* from, size_t blocks, bool stream);
     // The same of float elements that are converted on the way. Blocks are of 1024 bytes at `to`.
     void (*cast_blocks)(uint64_t* acc, Dtype to_dtype, void* to, Dtype from_dtype, const void* from, size_t blocks, bool stream);
     // Folds whole stripes of 64 bytes, without a scramble; stripe i uses the secret from `secret_offset` + 8 i.

@@ -50,8 +50,8 @@ struct Narrowed {  // stripes of bfloat16 from fp32
         upper_halves = _mm512_load_si512(words);
     }
     __m512i next() {
-        prefetch_once(from + kAheadBytes);
-        prefetch_once(from + kAheadBytes + 64);
+        prefetch_once(from + kCastAhead);
+        prefetch_once(from + kCastAhead + 64);
         const __m512i low = rounded(_mm512_loadu_si512(from)), high = rounded(_mm512_loadu_si512(from + 64));
         from += 128;
         return _mm512_permutex2var_epi16(low, upper_halves, high);
@@ -61,7 +61,7 @@ struct Narrowed {  // stripes of bfloat16 from fp32
 struct Widened {  // stripes of fp32 from bfloat16
     const uint8_t* from;
     __m512i next() {
-        prefetch_once(from + kAheadBytes / 2);
+        prefetch_once(from + kCastAhead / 2);
         const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         from += 32;
         return _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);

@@ -164,7 +164,7 @@ class Task {
             } else {
                 stage(at, staged);
                 blocks = (staged - at) / kBlock;
-                mode_.kernels->copy_blocks(mode_.hash ? acc : nullptr, to_ + at, scratch_.staged, static_cast<size_t>(blocks), mode_.stream, false);
+                mode_.kernels->copy_blocks(mode_.hash ? acc : nullptr, to_ + at, scratch_.staged, static_cast<size_t>(blocks), mode_.stream);
             }
             at += blocks * kBlock;
         }
@@ -176,7 +176,7 @@ class Task {
     void copy_direct(uint64_t* acc, int64_t at, int64_t blocks) {
         uint64_t* const fold = mode_.hash ? acc : nullptr;
         const auto count = static_cast<size_t>(blocks);
-        if (run_.from_dtype == run_.wire_dtype) mode_.kernels->copy_blocks(fold, to_ + at, run_.at(at), count, mode_.stream, true);
+        if (run_.from_dtype == run_.wire_dtype) mode_.kernels->copy_blocks(fold, to_ + at, run_.at(at), count, mode_.stream);
         else mode_.kernels->cast_blocks(fold, run_.wire_dtype, to_ + at, run_.from_dtype, run_.at(at), count, mode_.stream);
     }
 
@@ -186,7 +186,7 @@ class Task {
         if (run_.from_dtype == run_.wire_dtype && direct_end(at) >= end) from = run_.at(at);
         else stage(at, end);
         const auto rest = static_cast<size_t>(end - at), length = static_cast<size_t>(end - begin);
-        if (rest == kBlock) mode_.kernels->copy_blocks(nullptr, to_ + at, from, 1, mode_.stream, false);
+        if (rest == kBlock) mode_.kernels->copy_blocks(nullptr, to_ + at, from, 1, mode_.stream);
         else memcpy(to_ + at, from, rest);
         if (!mode_.hash) return 0;
         if (rest >= xxh3::kStripe) return finish_leaf(acc, from, rest, length, *mode_.kernels);

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from grpo_lab.cli import bench_pack
 from grpo_lab.packing import benchmark, benchmark_report
@@ -92,6 +93,30 @@ def test_goals_are_met_and_missed_by_the_rows():
     slow = {g.name: g for g in benchmark_report.goals([row(), row(ours_s=2.0), row(ours_s=2.0)])}
     missed = slow["pack, no cast, against _foreach_copy_"]
     assert (missed.met, missed.rows, missed.worst) == (False, 3, pytest.approx(0.7))
+    assert (missed.limit, missed.verdict) == (pytest.approx(1.4 / 0.9), "missed")
+
+
+@pytest.mark.parametrize(
+    ("flat_copy_s", "verdict"), [(1.01, "missed; as fast as memory"), (0.9, "missed"), (1.2, "met")]
+)
+def test_a_goal_that_memory_does_not_allow_is_missed_but_told_apart(flat_copy_s, verdict):
+    ours_s = 1.0 if verdict == "met" else 1.05  # the goal, 1.35, wants 1.4 s / 1.35 = 1.037 s
+    found = benchmark_report.goals([row(ours_s=ours_s, flat_copy_s=flat_copy_s)])
+    assert next(g for g in found if g.name == "pack, no cast, against _foreach_copy_").verdict == verdict
+    assert next(g for g in found if g.name.startswith("pack against a flat copy")).limit is None
+
+
+def test_each_ratio_stands_beside_that_of_a_flat_copy(capsys):
+    measured = row(ours_s=0.7, flat_copy_s=0.5)
+    shown = benchmark_report.ratios(measured)
+    assert shown["ratios"]["foreach_copy"] == pytest.approx(2.0)
+    assert shown["limits"]["foreach_copy"] == pytest.approx(2.8)
+    console = Console(width=170)
+    console.print(benchmark_report.table([measured]))
+    console.print(benchmark_report.goals_table(benchmark_report.goals([measured])))
+    out = capsys.readouterr().out
+    assert "2.00 (2.80)" in out
+    assert "limit" in out
 
 
 def test_the_command_writes_rows_goals_and_a_plot(tmp_path, monkeypatch, capsys):
@@ -105,6 +130,8 @@ def test_the_command_writes_rows_goals_and_a_plot(tmp_path, monkeypatch, capsys)
     assert set(data) == {"machine", "rows", "goals", "peak_rss_bytes"}
     assert [r["op"] for r in data["rows"]] == ["pack", "unpack"]
     assert data["rows"][0]["ours_s"] > 0
+    assert set(data["rows"][0]["limits"]) == set(data["rows"][0]["ratios"]) == set(data["rows"][0]["peers_s"])
+    assert {"limit", "met", "verdict"} <= set(data["goals"][0])
     assert set(data["rows"][0]["peers_s"]) == {
         "foreach_copy",
         "cat_out",
