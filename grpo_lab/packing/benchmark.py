@@ -60,6 +60,7 @@ class Row(Case):
     peers_s: dict[str, float] = dataclasses.field(default_factory=dict)
     flat_copy_s: float = 0.0
     verify_s: float | None = None  # unpack only: hashing what arrived
+    with_hash_s: float | None = None  # rows without hash only: ours with it
     repeats: int = 0
 
 
@@ -155,7 +156,12 @@ class Contenders:
                 slot.copy_(source)
             return None
 
-        return {
+        ways: dict[str, Callable[[int], object]] = {}
+        if not self.case.hash:
+            hashed = Packer(self.plan, ring=self.ring, num_threads=self.case.threads)
+            hashed.bind(self.tensors)
+            ways["with_hash"] = hashed.pack
+        return ways | {
             "ours": self.packer.pack,
             "foreach_copy": lambda i: torch._foreach_copy_(self.slots[i], self.sources[i]),
             "cat_out": cat_out,
@@ -181,15 +187,14 @@ class Contenders:
         }
 
     def flat_copy(self) -> Callable[[], None]:
-        """Copies within memory of the size of the bucket at hand, as often as the case's bytes ask for."""
-        step = min(self.flat_bytes, self.plan.max_bucket_nbytes)
+        """Copies as many bytes as the case moves, from memory as large, into the ring."""
+        step = self.plan.max_bucket_nbytes
         # On the kind of pages that tensors have, and written to: untouched ones would all be one zero page.
-        source = [as_bytes(torch.ones(step, dtype=torch.uint8).numpy(), "source") for _ in range(2)]
-        rounds = [step] * (self.flat_bytes // step) + [self.flat_bytes % step]
+        source = as_bytes(torch.ones(self.flat_bytes, dtype=torch.uint8).numpy(), "source")
 
         def run() -> None:
-            for turn, nbytes in enumerate(rounds):
-                extension.copy(self.ring[turn % 2], source[turn % 2][:nbytes], self.pool)
+            for turn, start in enumerate(range(0, self.flat_bytes, step)):
+                extension.copy(self.ring[turn % 2], source[start : start + step], self.pool)
 
         return run
 
@@ -230,6 +235,7 @@ def measure(case: Case, repeats: int = 7, budget_s: float = math.inf) -> Row:
         ours_s=medians.pop("ours"),
         flat_copy_s=medians.pop("flat"),
         verify_s=medians.pop("verify", None),
+        with_hash_s=medians.pop("with_hash", None),
         peers_s=medians,
         repeats=done - 1,
     )

@@ -124,19 +124,13 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     goal("pack against a flat copy of as many bytes", 0.85, large, lambda row: row.flat_copy_s / row.ours_s)
     over("copy_views", "pack transposed against copy_", 1.0, transposed)
     over("copy_views", "unpack against copy_", 1.3, unpack)
-    pairs = [(r, h) for r in rows if not r.hash for h in large if replace(h, **_same(r)) == r]
-    goal("pack without hash against with", 0.9, [r for r, _ in pairs], lambda row: _hash_cost(row, pairs))
+    goal(
+        "pack without hash against with",
+        0.9,
+        [row for row in rows if row.with_hash_s],
+        lambda row: row.ours_s / (row.with_hash_s or row.ours_s),
+    )
     return found
-
-
-def _same(row: Row) -> dict[str, Any]:
-    """The fields in which a row without hash may differ from its partner with one."""
-    measured = ("hash", "ours_s", "peers_s", "flat_copy_s", "verify_s", "repeats")
-    return {name: getattr(row, name) for name in measured}
-
-
-def _hash_cost(row: Row, pairs: Sequence[tuple[Row, Row]]) -> float:
-    return next(without.ours_s / hashed.ours_s for without, hashed in pairs if without is row)
 
 
 def machine() -> dict[str, Any]:
