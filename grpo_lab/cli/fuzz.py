@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.status import Status
 
 from grpo_lab.errors import ConfigError
+from grpo_lab.harness.refusals import require_place
 
 if TYPE_CHECKING:
     from grpo_lab.testing.search import Search
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 VIOLATED = 1
 PLAIN_EVERY_S = 10.0
 SHOWN_CHARACTERS = 400
-MAX_MINUTES, MAX_DEPTH = 10_000, 64
+MAX_MINUTES, MAX_DEPTH, MAX_EXAMPLES = 10_000, 64, 10**9
 
 
 def fuzz(
@@ -26,11 +27,11 @@ def fuzz(
     scenario: str = "any",
     out: Path = Path("failures"),
     seed: int = 0,
-    max_examples: int = 10**9,
+    max_examples: int = MAX_EXAMPLES,
     coordinator: str = "",
     exhaustive: bool = False,
-    depth: int = 1,
-    cases: str = "quick",
+    depth: int | None = None,
+    cases: str | None = None,
 ) -> int:
     """Runs whole clusters in virtual time under drawn delays, faults and schedules, all rules checked.
 
@@ -47,13 +48,26 @@ def fuzz(
         out: directory of the failure files; it is made when there is something to write.
         seed: of the search. The same seed finds the same things, as far as the time goes.
         max_examples: ends the search earlier.
-        coordinator: module:Class of a coordinator of your own, to search that instead.
+        coordinator: module:Class of a coordinator of your own, to search that instead; or mutant:ID, a fault
+            of those that ``grpo-lab mutants`` plants.
         exhaustive: try everything in small scopes rather than some of everything.
-        depth: with --exhaustive, decisions of the schedule that are varied in each scope.
-        cases: with --exhaustive: quick (every transition), single (a fault or an interruption) or pairs.
+        depth: with --exhaustive, decisions of the schedule that are varied in each scope; without it, 1.
+        cases: with --exhaustive: quick (the default: every transition), single (a fault or an interruption)
+            or pairs.
     """
+    for name, value in (("depth", depth), ("cases", cases)):
+        if value is not None and not exhaustive:
+            raise ConfigError(name, value, "nothing without --exhaustive", "Leave it out or add --exhaustive")
+    for name, value, default in (
+        ("scenario", scenario, "any"),
+        ("seed", seed, 0),
+        ("max_examples", max_examples, MAX_EXAMPLES),
+    ):
+        if exhaustive and value != default:
+            raise ConfigError(name, value, "nothing with --exhaustive, which draws no case", "Leave it out")
+    require_place(out)
     # Imported after the arguments were read: it takes seconds, and --help should not.
-    from grpo_lab.testing.search import SCENARIOS, load_coordinator, save_all, search  # noqa: PLC0415
+    from grpo_lab.testing.search import SCENARIOS, load_coordinator, load_parts, save_all, search  # noqa: PLC0415
 
     if scenario not in SCENARIOS:
         listed = "; ".join(f"{name} ({words})" for name, (words, _) in SCENARIOS.items())
@@ -64,23 +78,25 @@ def fuzz(
         raise ConfigError("max_examples", max_examples, "an integer of at least 1")
     if coordinator:
         sys.path.insert(0, str(Path.cwd()))  # as python -m would
-    protocol = load_coordinator(coordinator)
     console = Console(highlight=False)
     if exhaustive:
+        protocol = load_coordinator(coordinator)
         from grpo_lab.cli.fuzz_exhaustive import CASES, fuzz_exhaustive  # noqa: PLC0415
 
+        cases, depth = cases or "quick", 1 if depth is None else depth
         if cases not in CASES:
             raise ConfigError("cases", cases, f"one of {', '.join(CASES)}")
         if not 0 <= depth <= MAX_DEPTH:
             raise ConfigError("depth", depth, f"0 to {MAX_DEPTH}: the number of schedules grows as 3**depth")
         return fuzz_exhaustive(console, cases, depth, minutes or MAX_MINUTES, out, protocol, coordinator)
+    parts = load_parts(coordinator)
     minutes = minutes or 1.0
     with _Progress(console, minutes) as progress:
         state = search(
             SCENARIOS[scenario][1],
             minutes=minutes,
             max_examples=max_examples,
-            coordinator=protocol,
+            parts=parts,
             name=coordinator,
             first_seed=seed,
             on_example=progress.show,
@@ -90,6 +106,7 @@ def fuzz(
     for path, (_, failure) in zip(paths, sorted(state.found.items()), strict=True):
         console.print(f"[bold red]{failure.rule}[/] {path}", soft_wrap=True)
         console.print(f"  {failure.message[:SHOWN_CHARACTERS]}", markup=False, soft_wrap=True)
+        console.print(f"  {state.schedules[failure.rule]}", soft_wrap=True)
     return VIOLATED if state.found else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from grpo_lab.testing.failures import Case
 
 VIOLATED = 1
+SHRINK_RUNS = 2_000
 SHOWN_EVENTS = 20
 SHOWN_CHARACTERS = 200
 
@@ -28,6 +30,8 @@ def replay(
     until: int | None = None,
     html: Path | None = None,
     trace: Path | None = None,
+    shrink: Path | None = None,
+    shrink_runs: int | None = None,
 ) -> int:
     """Runs the case and the schedule of a failure file again and shows what led to the broken rule.
 
@@ -38,15 +42,27 @@ def replay(
         until: show the events up to this one (counted from 0); without it, up to the broken rule.
         html: also write the report page of this run to this file.
         trace: also write all events to this file, one line each.
+        shrink: look for a simpler schedule that breaks the same rule, with fewer choices other than first in,
+            first out; write that failure to this file, and show its run.
+        shrink_runs: with --shrink, how many schedules to try at most; without it, 2,000.
     """
+    for place in (html, trace, shrink):
+        if place is not None:
+            _require_file(place)
+    if shrink is None and shrink_runs is not None:
+        raise ConfigError("shrink_runs", shrink_runs, "nothing without --shrink", "Leave it out")
+    if shrink_runs is not None and shrink_runs < 1:
+        raise ConfigError("shrink_runs", shrink_runs, "an integer of at least 1")
     # Imported after the arguments were read: it takes seconds, and --help should not.
     from grpo_lab.testing.failures import load_case  # noqa: PLC0415
 
-    case = load_case(failure)
+    case: Case = load_case(failure)
     if until is not None and until < 0:
         raise ConfigError("until", until, "the number of an event, from 0")
     if case.protocol:
         sys.path.insert(0, str(Path.cwd()))
+    if shrink is not None:
+        case = _shrunk(case, shrink, shrink_runs or SHRINK_RUNS)
     records: list[Record] = []
     error: Exception | None = None
     try:
@@ -58,6 +74,24 @@ def replay(
     _show(records, until, Console(highlight=False, markup=False))
     _write(records, html, trace)
     return _verdict(case, error, len(records) - 1)
+
+
+def _shrunk(case: Case, target: Path, max_runs: int) -> Case:
+    smaller = case.with_short_tape(max_runs)
+    smaller.save(target)
+    before, after = (
+        f"{sum(1 for choice in choices if choice)} of {len(choices)}"
+        for choices in (case.failure.tape.choices, smaller.failure.tape.choices)
+    )
+    print(f"choices other than first in, first out: {before}; now {after}: {target}")  # noqa: T201
+    return smaller
+
+
+def _require_file(place: Path) -> None:
+    """Before the work: a file in a directory that is there."""
+    folder = place.absolute().parent
+    if place.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("file", str(place), "one in a directory that is there and can be written to")
 
 
 def _show(records: list[Record], until: int | None, console: Console) -> None:

@@ -89,7 +89,7 @@ def explore_scopes(
         for failure in _explore(scope, depth, parts, report):
             if failure.rule not in rules:
                 rules.add(failure.rule)
-                report.failures.append(_shrunk(failure, parts))
+                report.failures.append(shrunk(failure, parts))
         report.scopes += 1
         on_scope(report)
     return report
@@ -133,7 +133,8 @@ def _explore(scope: Scope, depth: int, parts: Parts | None, report: ScopeReport)
     return failures
 
 
-def _shrunk(failure: ScopeFailure, parts: Parts | None) -> ScopeFailure:
+def shrunk(failure: ScopeFailure, parts: Parts | None, max_runs: int = _SHRINK_RUNS) -> ScopeFailure:
+    """The same rule broken in the same scope by as simple a schedule as is found in so many runs."""
     best = failure
 
     def same(tape: Tape) -> bool:
@@ -145,7 +146,7 @@ def _shrunk(failure: ScopeFailure, parts: Parts | None) -> ScopeFailure:
         return True
 
     if any(failure.tape.choices):
-        same(shrink(failure.tape, same, max_runs=_SHRINK_RUNS))
+        same(shrink(failure.tape, same, max_runs=max_runs))
     return best
 
 

@@ -18,9 +18,9 @@ from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import FAILURE_SCHEMA, Failure, Fault, Scenario, write_failure
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
-from grpo_lab.testing.exhaustive import ScopeFailure
+from grpo_lab.testing.exhaustive import ScopeFailure, shrunk
 from grpo_lab.testing.scopes import Scope, run_scope
-from grpo_lab.testing.search import load_coordinator, load_parts
+from grpo_lab.testing.search import load_coordinator, load_parts, with_short_tape
 
 LARGEST_FILE_BYTES = 64 << 20
 
@@ -30,8 +30,18 @@ class Case(Protocol):
 
     @property
     def failure(self) -> Failure | ScopeFailure: ...
+    @property
+    def protocol(self) -> str: ...
     def run(self, records: list[Record]) -> None:
         """Fills ``records``; raises what ended the run, if anything did."""
+        ...
+
+    def with_short_tape(self, max_runs: int) -> Case:
+        """The same rule broken by a simpler schedule, if one is found in so many runs."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all. Raises ``TraceError`` when the place cannot be written to."""
         ...
 
 
@@ -51,6 +61,13 @@ class ClusterCase:
         only = frozenset({self.failure.rule}) if self.protocol.startswith("mutant:") else None
         simulate(self.failure.scenario, self.failure.tape, parts=parts, only=only, records=records)
 
+    def with_short_tape(self, max_runs: int) -> ClusterCase:
+        failure, _ = with_short_tape(self.failure, load_parts(self.protocol), max_runs)
+        return ClusterCase(failure)
+
+    def save(self, path: Path) -> None:
+        self.failure.save(path)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScopeCase:
@@ -63,8 +80,11 @@ class ScopeCase:
         parts = Parts(coordinator=load_coordinator(self.protocol))
         run_scope(self.failure.scope, self.failure.tape, parts=parts, records=records)
 
+    def with_short_tape(self, max_runs: int) -> ScopeCase:
+        parts = Parts(coordinator=load_coordinator(self.protocol))
+        return ScopeCase(shrunk(self.failure, parts, max_runs), self.protocol)
+
     def save(self, path: Path) -> None:
-        """Whole or not at all. Raises ``TraceError`` when the place cannot be written to."""
         failure = self.failure
         row = {
             "schema": FAILURE_SCHEMA,

@@ -43,13 +43,34 @@ SCENARIOS: dict[str, tuple[str, st.SearchStrategy[Scenario]]] = {
         faults(QUIET.engines).map(lambda drawn: dataclasses.replace(QUIET, faults=drawn)),
     ),
     "churn": ("engines that die and come back, again and again", churn()),
-    "schedules": ("one small cluster without a fault or delay, every schedule", st.just(PROMPT)),
+    "schedules": (
+        "small clusters without a fault or delay, every schedule",
+        st.builds(dataclasses.replace, st.just(PROMPT), engines=st.integers(1, 2), steps=st.integers(1, 4)),
+    ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """What became of a failing schedule: its choices, and how many of them are not first in, first out."""
+
+    before: Tape
+    after: Tape
+    runs: int
+
+    def __str__(self) -> str:
+        unusual, left = unusual_of(self.before), unusual_of(self.after)
+        return (
+            f"schedule: {unusual} of its {len(self.before.choices)} choices were not first in, first out; "
+            f"{left} of {len(self.after.choices)} after {self.runs} runs"
+        )
 
 
 @dataclass(slots=True)
 class Search:
-    """What a search has seen so far. ``found`` holds the smallest failure of each rule."""
+    """What a search has seen so far. ``found`` holds the smallest failure of each rule, and ``schedules`` how
+    its schedule was made small.
+    """
 
     examples: int = 0
     virtual_s: float = 0.0
@@ -59,6 +80,7 @@ class Search:
     queue_depth: int = 0
     marks: Counter[str] = field(default_factory=Counter)
     found: dict[str, Failure] = field(default_factory=dict)
+    schedules: dict[str, Shrunk] = field(default_factory=dict)
 
     @property
     def wall_s(self) -> float:
@@ -79,7 +101,12 @@ class Search:
 
 def run_once(scenario: Scenario, tape: Tape, coordinator: CoordinatorType, name: str = "") -> Failure | None:
     """The failure of this very run, or None. ``name`` is written into it as its protocol."""
-    failure, _ = _run(scenario, tape, coordinator, name)
+    return run_with(scenario, tape, Parts(coordinator=coordinator), name)
+
+
+def run_with(scenario: Scenario, tape: Tape, parts: Parts, name: str = "") -> Failure | None:
+    """The same with other classes for any part of the cluster."""
+    failure, _ = _run(scenario, tape, parts, name)
     return failure
 
 
@@ -88,7 +115,7 @@ def search(
     *,
     minutes: float,
     max_examples: int = 10**9,
-    coordinator: CoordinatorType = Coordinator,
+    parts: Parts | None = None,
     name: str = "",
     first_seed: int = 0,
     on_example: Callable[[Search], None] = lambda _: None,
@@ -99,6 +126,7 @@ def search(
     Nothing is raised for a failure: it is in ``found``, the smallest of each rule.
     """
     state = Search()
+    parts = parts or Parts()
     deadline_s = state.began_s + 60 * minutes
     number = 0
 
@@ -107,22 +135,27 @@ def search(
 
     while not over():
         left = min(EXAMPLES_PER_ROUND, max_examples - state.examples)
-        smallest = _round(strategy, first_seed + number, left, state, coordinator, name, over, on_example)
+        smallest = _round(strategy, first_seed + number, left, state, parts, name, over, on_example)
         number += 1
         if smallest is not None:
             known = state.found.get(smallest.rule)
-            smallest = _with_short_tape(smallest, coordinator)
+            smallest, shrunk = with_short_tape(smallest, parts)
             if known is None or size_of(smallest) < size_of(known):
                 state.found[smallest.rule] = smallest
+                state.schedules[smallest.rule] = shrunk
     return state
 
 
 def size_of(failure: Failure) -> tuple[int, int, int, int, int]:
     """What counts as small: faults, engines, steps, choices that are not first in first out, samples."""
-    scenario, choices = failure.scenario, failure.tape.choices
-    unusual = sum(1 for choice in choices if choice)
+    scenario = failure.scenario
     samples = scenario.prompts_per_step * scenario.generations
-    return (len(scenario.faults), scenario.engines, scenario.steps, unusual, samples)
+    return (len(scenario.faults), scenario.engines, scenario.steps, unusual_of(failure.tape), samples)
+
+
+def unusual_of(tape: Tape) -> int:
+    """Choices of the tape that are not first in, first out."""
+    return sum(1 for choice in tape.choices if choice)
 
 
 def load_coordinator(name: str) -> CoordinatorType:
@@ -148,9 +181,14 @@ def load_parts(protocol: str) -> Parts:
     if kind != "mutant":
         return Parts(coordinator=load_coordinator(protocol))
     from grpo_lab.testing.mutants.catalogue import find  # noqa: PLC0415 - it loads every mutant
+    from grpo_lab.testing.mutants.clusters import Clusters  # noqa: PLC0415
 
     mutant = find(mutant_id)
-    return Parts(**{**getattr(mutant.fixture, "environment", {}), **mutant.planted})
+    if not isinstance(mutant.fixture, Clusters):
+        raise ConfigError(
+            "mutant", mutant_id, f"one of a whole cluster, and it is one of {mutant.fixture.name}"
+        )
+    return Parts(**{**mutant.fixture.environment, **mutant.planted})
 
 
 def save_all(found: dict[str, Failure], directory: Path) -> list[Path]:
@@ -176,7 +214,7 @@ def _round(
     round_seed: int,
     examples: int,
     state: Search,
-    coordinator: CoordinatorType,
+    parts: Parts,
     name: str,
     over: Callable[[], bool],
     on_example: Callable[[Search], None],
@@ -200,7 +238,7 @@ def _round(
         left -= 1
         if left < 0 or (over() and not failures):
             return
-        failure, measures = _run(scenario, tape, coordinator, name, state)
+        failure, measures = _run(scenario, tape, parts, name, state)
         on_example(state)
         if failure is not None:
             if not failures:
@@ -216,13 +254,13 @@ def _round(
 
 
 def _run(
-    scenario: Scenario, tape: Tape, coordinator: CoordinatorType, name: str, state: Search | None = None
+    scenario: Scenario, tape: Tape, parts: Parts, name: str, state: Search | None = None
 ) -> tuple[Failure | None, dict[str, float]]:
     records: list[Record] = []
     measures: dict[str, float] = {}
     error: Exception | None = None
     try:
-        result = simulate(scenario, tape, coordinator=coordinator, records=records)
+        result = simulate(scenario, tape, parts=parts, records=records)
         seen = result.value.measures
         measures = {"staleness": seen.staleness, "overlap": seen.overlap, "queue depth": seen.queue_depth}
         if state is not None:
@@ -246,19 +284,19 @@ def _run(
     )
 
 
-def _with_short_tape(failure: Failure, coordinator: CoordinatorType) -> Failure:
-    """The same failure under a schedule as close to first in first out as can be found quickly."""
-    best = failure
+def with_short_tape(failure: Failure, parts: Parts, max_runs: int = SHRINK_RUNS) -> tuple[Failure, Shrunk]:
+    """The same rule broken under a schedule as close to first in, first out as can be found quickly."""
+    best, runs = failure, 0
 
     def same(tape: Tape) -> bool:
-        nonlocal best
-        again, _ = _run(failure.scenario, tape, coordinator, failure.protocol)
+        nonlocal best, runs
+        runs += 1
+        again = run_with(failure.scenario, tape, parts, failure.protocol)
         if again is None or again.rule != failure.rule:
             return False
         best = again
         return True
 
     if any(failure.tape.choices):
-        shrunk = shrink(failure.tape, same, max_runs=SHRINK_RUNS)
-        same(shrunk)
-    return best
+        same(shrink(failure.tape, same, max_runs=max_runs))
+    return best, Shrunk(failure.tape, best.tape, runs)
