@@ -8,7 +8,9 @@ import random
 from typing import Any
 
 import pytest
-from check_world import PARAMETERS, SHAPES, World, fresh_run
+from check_shapes import SHAPES, fresh_run
+from check_syncs import PARAMETERS
+from check_world import World
 
 from grpo_lab.check import check_records
 from grpo_lab.errors import TraceError

@@ -6,23 +6,25 @@ import math
 from collections.abc import Callable
 
 import pytest
-from check_world import (
-    PARAMETERS,
+from check_shapes import (
     SHAPES,
-    World,
     aborted_and_continued,
     aborted_sync,
-    edited,
     fenced_engine,
     foreign_trainer,
     fresh_run,
     pause_in_the_middle,
-    repeated,
     restarted_engine,
-    result,
     resumed_run,
     retried_sync,
     rolling_run,
+)
+from check_syncs import PARAMETERS
+from check_world import (
+    World,
+    edited,
+    repeated,
+    result,
     without,
 )
 

@@ -8,7 +8,8 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
-from check_world import World, fresh_run
+from check_shapes import fresh_run
+from check_world import World
 
 from grpo_lab.check import Checker, read_parts
 from grpo_lab.events import Record
