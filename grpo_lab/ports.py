@@ -83,7 +83,9 @@ class Engine(Protocol):
         ...
 
     async def abandon_update(self, sync: SyncId) -> None:
-        """Drops a staged update; engines without ``staged`` raise ``EngineRefused``."""
+        """Drops a staged update; engines without ``staged`` raise ``EngineRefused``, and so does one on which
+        a late finish has made the version of ``sync`` the active one: it is not on the previous version.
+        """
         ...
 
     async def weight_info(self) -> str:

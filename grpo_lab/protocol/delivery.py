@@ -242,7 +242,8 @@ class Delivery:
             self.failures[engine.name] += 1
             failures.append(error)
             if held is not None and not held.startswith(f"t{sync.term}.v{sync.version}."):
-                self.loaded.discard(engine.name)  # it says itself that it holds something else
+                # It says itself that it holds something else; a finish that comes later fails its abandon.
+                self.loaded.discard(engine.name)
         return failures
 
     async def _held_by(self, engine: Engine) -> str | None:
