@@ -28,9 +28,13 @@ from grpo_lab.harness.experiment import Claim, Experiment, Scale, row_of
 from grpo_lab.harness.plots import save_figure
 from grpo_lab.harness.run_dir import source_commit
 from grpo_lab.harness.sweep_folder import SweepFolder
+from grpo_lab.report.summary import UNCALIBRATED
 
 MISSED = 1
-IN_WORDS = {"hybrid": "hybrid (learning measured, seconds simulated)"}
+IN_WORDS = {
+    "hybrid": f"hybrid (learning measured, seconds simulated, {UNCALIBRATED})",
+    "simulated": f"simulated ({UNCALIBRATED})",
+}
 PLAIN_EVERY_S = 10.0
 
 
@@ -131,6 +135,8 @@ def tell(result: SweepResult, folder: SweepFolder, console: Console) -> None:
         console.print(table)
     if result.failed:
         console.print(f"[bold red]{len(result.failed)} points failed[/]; --resume runs them again")
+    if len(result.table):
+        console.print(escape(stamp_of(result.table)), soft_wrap=True)
     console.print(f"{result.ran} points in {result.wall_s:.1f} s; results in {escape(str(folder.path))}")
 
 

@@ -122,7 +122,7 @@ def test_a_sweep_writes_a_tidy_row_a_run_figures_and_a_guide(toy, tmp_path):
 )
 def test_a_stamp_says_how_the_numbers_came_about(labels, words):
     rows = [{"label": label, "seed": 0, "config": "0123456789ab", "commit": ""} for label in labels]
-    assert re.match(words, stamp_of(pd.DataFrame(rows)))
+    assert stamp_of(pd.DataFrame(rows)).startswith(words)
     assert stamp_of(pd.DataFrame(rows)).endswith(" · commit unknown")
 
 
