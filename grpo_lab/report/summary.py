@@ -37,6 +37,9 @@ METRICS_SCHEMA = pa.schema(
     ]
 )
 
+UNCALIBRATED = "uncalibrated latencies"
+"""Stands beside simulated seconds that were chosen, not measured: nobody knows how far they are off."""
+
 
 def summarise(
     records: Iterable[Record] | Digest,
