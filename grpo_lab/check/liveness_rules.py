@@ -335,8 +335,16 @@ class FailureReachesEveryRank(LivenessRule):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._ranks: set[int] = set()
-        self._outcomes: dict[tuple[str, int], dict[int, tuple[PhaseAgreed, str]]] = {}
+        self._outcomes: dict[tuple[int, str, int], dict[int, tuple[PhaseAgreed, str]]] = {}
         self._rounds: dict[tuple[str, int], int] = {}  # (phase, rank) -> agreements so far
+
+    @on(TermBegan)
+    def term_began(self, record: Record) -> None:
+        """The ranks of older terms have ended; who died between an agreement and its word says no more."""
+        event = record.event
+        assert isinstance(event, TermBegan)
+        term = event.term
+        self.waive(lambda key: isinstance(key, tuple) and key[0] < term, record)
 
     @on(PhaseAgreed)
     def agreed(self, record: Record) -> None:
@@ -345,7 +353,7 @@ class FailureReachesEveryRank(LivenessRule):
         self._ranks.add(event.rank)
         phase = f"{event.phase} of t{event.term}.v{event.version}.a{event.attempt}"
         number = self._rounds[phase, event.rank] = self._rounds.get((phase, event.rank), 0) + 1
-        key = (phase, number)
+        key = (event.term, phase, number)
         outcomes = self._outcomes.setdefault(key, {})
         if outcomes:
             self.count()

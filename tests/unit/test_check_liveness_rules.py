@@ -29,6 +29,7 @@ from grpo_lab.events import (
     SyncAborted,
     SyncBegan,
     SyncEnded,
+    TermBegan,
     TrainerStarved,
     VersionCommitted,
     ViewChanged,
@@ -270,3 +271,12 @@ def test_l10_a_failure_that_another_rank_never_hears_of() -> None:
     first = (agreed(1.0, 0, True, "pause"), agreed(1.1, 1, True, "pause"))
     assert liveness(trace(*first, agreed(2.0, 0, False), later(13.0))) == {"L10"}
     assert liveness(trace(*first, agreed(2.0, 0, False), agreed(2.1, 1, False), later(13.0))) == set()
+
+
+def test_l10_a_rank_that_died_with_its_term_says_no_more() -> None:
+    first = (agreed(1.0, 0, True, "pause"), agreed(1.1, 1, True, "pause"), agreed(2.0, 0, True))
+    same, next_one = (
+        (3.0, "trainer", TermBegan(term=term, base_version=0, optimizer_step=0)) for term in (1, 2)
+    )
+    assert "L10" in liveness(trace(*first, same, later(13.0)))
+    assert "L10" not in liveness(trace(*first, next_one, later(13.0)))
