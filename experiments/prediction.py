@@ -23,8 +23,10 @@ How to read it
 
 Run it on a machine that does nothing else::
 
-    python -m experiments.prediction --quick     3 + 8 real runs of 24 optimizer steps
-    python -m experiments.prediction             3 + 20 real runs of 60 optimizer steps
+    python -m experiments.prediction --quick     4 + 8 real runs of 24 optimizer steps
+    python -m experiments.prediction             4 + 20 real runs of 30 optimizer steps
+
+What is finished is kept: with ``--limit-s 300`` it stops in time, and the same command goes on later.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,18 +50,22 @@ from grpo_lab.errors import GrpoLabError
 from grpo_lab.harness.calibration import Calibration
 from grpo_lab.harness.calibration_runs import calibrate, machine
 from grpo_lab.harness.recipe import RECIPES, Recipe
+from grpo_lab.harness.refusals import require_place
 from grpo_lab.harness.run_dir import RunDir
-from grpo_lab.harness.validation import Comparison, Figures, Row, compare, predict, recipe_parameters
-from grpo_lab.harness.validation_report import calibration_lines, comparison_table
+from grpo_lab.harness.validation import Comparison, Row, compare, predict, recipe_parameters
+from grpo_lab.harness.validation_figures import Figures
+from grpo_lab.harness.validation_report import calibration_lines, comparison_table, error_words
 from grpo_lab.harness.validation_runs import measure, run_real
 
 BASE = dataclasses.replace(RECIPES["quickstart"][1], heldout_prompts=0, learning_rate=1e-6)
 """Hardly learns, so that lengths stay as they are: what is asked is about time."""
 CALIBRATION: Mapping[str, Mapping[str, Any]] = {
-    "asynchronous": {},
-    "half-batch": {"prompts_per_step": 16, "max_inflight": 128},
     "synchronous": {"max_staleness": 0},
+    "synchronous-half": {"max_staleness": 0, "prompts_per_step": 16},
+    "asynchronous": {},
+    "saturated": {"max_staleness": 2, "max_inflight": 384},
 }
+"""Two in which the trainer computes alone, of two batch sizes, and two in which it shares the cores."""
 HELD_OUT: Mapping[str, Mapping[str, Any]] = {
     "stale": {"max_staleness": 3, "max_inflight": 512},
     "seldom-synced": {"weight_sync_steps": 4, "max_staleness": 2},
@@ -77,8 +84,10 @@ class Options:
     """2 repeats of 24 optimizer steps."""
     repeats: int = 5
     """Real runs of each held-out setting."""
-    steps: int = 60
+    steps: int = 30
     """Optimizer steps of a run."""
+    limit_s: float = float("inf")
+    """No real run begins later than this; run the command again to go on."""
     seeds: int = 5
     """Simulated runs of each prediction."""
     out: Path = Path("runs/experiments/prediction")
@@ -110,12 +119,14 @@ def misses(comparison: Comparison, repeats: int) -> list[str]:
 
 
 def calibrated(options: Options, steps: int, console: Console) -> Calibration:
-    paths = []
-    for name, changes in CALIBRATION.items():
-        console.print(f"calibration run {name}")
-        paths.append(run_real(recipe_of(name, changes, steps), options.out / "calibration" / name))
-    found = calibrate(paths)
-    found.save(options.out / "calibration.toml")
+    path = options.out / "calibration.toml"
+    if not path.exists():
+        runs = []
+        for name, changes in CALIBRATION.items():
+            console.print(f"calibration run {name}")
+            runs.append(run_real(recipe_of(name, changes, steps), options.out / "calibration" / name))
+        calibrate(runs).save(path)
+    found = Calibration.load(path)
     for line in calibration_lines(found):
         console.print(escape(line), soft_wrap=True)
     return found
@@ -123,13 +134,18 @@ def calibrated(options: Options, steps: int, console: Console) -> Calibration:
 
 def predicted(options: Options, steps: int, calibration: Calibration) -> dict[str, list[Figures]]:
     """On disk before the first measurement begins."""
-    found = {
-        name: predict(recipe_parameters(recipe_of(name, changes, steps)), calibration, options.seeds)
-        for name, changes in HELD_OUT.items()
+    path = options.out / "predictions.json"
+    if not path.exists():
+        found = {
+            name: predict(recipe_parameters(recipe_of(name, changes, steps)), calibration, options.seeds)
+            for name, changes in HELD_OUT.items()
+        }
+        rows = {name: [dataclasses.asdict(figures) for figures in runs] for name, runs in found.items()}
+        RunDir(options.out).write_json(path.name, rows)
+    return {
+        name: [Figures.from_json(row) for row in rows]
+        for name, rows in json.loads(path.read_text(encoding="utf-8")).items()
     }
-    rows = {name: [dataclasses.asdict(figures) for figures in runs] for name, runs in found.items()}
-    RunDir(options.out).write_json("predictions.json", json.loads(json.dumps(rows)))
-    return found
 
 
 def summary(comparisons: Mapping[str, Comparison], repeats: int) -> Table:
@@ -159,16 +175,29 @@ def _relative(row: Row) -> str:
 def main(options: Options) -> int:
     repeats, steps = (2, 24) if options.quick else (options.repeats, options.steps)
     console = Console(highlight=False)
+    deadline_s = time.monotonic() + options.limit_s
+    require_place(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     calibration = calibrated(options, steps, console)
     forecasts = predicted(options, steps, calibration)
     recipes = {name: recipe_of(name, changes, steps) for name, changes in HELD_OUT.items()}
-    measured = measure(recipes, repeats, options.out / "runs", lambda line: console.print(escape(line)))
+
+    def told(line: str) -> None:
+        console.print(escape(line))
+
+    measured = measure(recipes, repeats, options.out / "runs", told, resume=True, deadline_s=deadline_s)
+    if any(len(runs) < repeats for runs in measured.values()):
+        console.print(f"{options.limit_s:g} s are over: run the same command again to go on")
+        return 1
     comparisons = {name: compare(forecasts[name], measured[name]) for name in HELD_OUT}
     for name, comparison in comparisons.items():
         console.print(comparison_table(comparison, f"{name}: {_words(HELD_OUT[name])}"))
     console.print(summary(comparisons, repeats))
     _write(options, comparisons, repeats)
+    held_out = {name: comparison.errors() for name, comparison in comparisons.items()}
+    calibration = dataclasses.replace(calibration, held_out=held_out)
+    calibration.save(options.out / "calibration.toml")
+    console.print(escape(error_words(calibration)), soft_wrap=True)
     missed = sum(len(misses(comparison, repeats)) for comparison in comparisons.values())
     console.print(f"{missed} of {3 * len(comparisons)} errors above their limit; written to {options.out}")
     return 1 if missed else 0

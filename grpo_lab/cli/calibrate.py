@@ -8,6 +8,8 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_lab.harness.refusals import require_file, require_trace
+
 
 def calibrate(
     runs: tyro.conf.Positional[tuple[Path, ...]],
@@ -22,6 +24,9 @@ def calibrate(
         runs: run directories, for example runs/latest.
         out: the file that is written.
     """
+    require_file("out", out)
+    for run in runs:
+        require_trace(run)
     from grpo_lab.harness import calibration_runs, validation_report  # noqa: PLC0415 - --help needs no torch
 
     found = calibration_runs.calibrate(runs)
@@ -29,5 +34,7 @@ def calibrate(
     console = Console(highlight=False)
     for line in validation_report.calibration_lines(found):
         console.print(escape(line), soft_wrap=True)
-    console.print(f"written to {escape(str(out))}")
+    console.print(
+        f"written to {escape(str(out))}; {escape(validation_report.error_words(found))}", soft_wrap=True
+    )
     return 0

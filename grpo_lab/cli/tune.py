@@ -15,12 +15,14 @@ from rich.markup import escape
 
 from grpo_lab.errors import ConfigError
 from grpo_lab.files import write_whole
+from grpo_lab.harness.refusals import require_file, require_place
 
 if TYPE_CHECKING:
     from grpo_lab.harness.calibration import Calibration
     from grpo_lab.harness.tuning import Tuned
 
 MISSED = 1
+FILE_WIDTH = 120  # where there is no terminal: wide enough for a recipe's settings
 
 
 @dataclass(frozen=True)
@@ -71,28 +73,36 @@ class TuneConfig:
 
 def tune(config: tyro.conf.OmitArgPrefixes[TuneConfig]) -> int:
     """Search a recipe's fields in simulation (see TuneConfig)."""
-    from grpo_lab.harness import tuning, tuning_report  # noqa: PLC0415 - --help needs no torch
-    from grpo_lab.harness.calibration import Calibration  # noqa: PLC0415
+    if config.out is not None:
+        require_file("out", config.out)
+    if config.verify:
+        require_place(config.runs)
+    from grpo_lab.harness.calibration import Calibration  # noqa: PLC0415 - --help needs none of these
     from grpo_lab.harness.recipe import load_recipe  # noqa: PLC0415
     from grpo_lab.harness.tuning_constraints import Constraint, Objective  # noqa: PLC0415
 
     objective = Objective.parse(config.objective)
     constraints = [Constraint.parse(text) for text in config.constraint]
     recipe = load_recipe(config.recipe)
-    space = tuning.parse_space(config.over, recipe) or tuning.default_space(recipe)
     calibration = Calibration.load(config.latency)
+    from grpo_lab.harness import tuning, tuning_report, validation_report  # noqa: PLC0415 - slow: torch
+
+    space = tuning.parse_space(config.over, recipe) or tuning.default_space(recipe)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     candidates = tuning.candidates_of(recipe, space, config.candidates, config.seed)
     console.print(f"{len(candidates)} candidates of {escape(', '.join(space))}", soft_wrap=True)
     with console.status("simulating"), _pool(config.workers) as pool:
         simulator = tuning.Simulator(recipe, calibration, config.seeds, pool)
         tuned = tuning.tune(recipe, candidates, simulator, objective, constraints)
+    error = validation_report.error_words(calibration)
     console.print(tuning_report.front_table(tuned))
-    console.print(f"{tuned.simulated} simulated runs")
+    console.print(f"{tuned.simulated} simulated runs; {escape(error)}", soft_wrap=True)
     if tuned.recommended is None:
         console.print("[bold red]no candidate keeps the constraints[/]: loosen them, or search more fields")
         return MISSED
-    text = tuning_report.recipe_toml(tuned)
+    text = tuning_report.recipe_toml(tuned, error)
     console.print(escape(text), soft_wrap=True)
     if config.out is not None:
         _write(config.out, text)

@@ -3,10 +3,10 @@
 The step of an engine takes
 
     base_s + prefill_token_s * prefill tokens + sequence_s * sequences + context_token_s * context tokens
-           + admitted_s * requests admitted meanwhile + finished_s * requests that the step before ended,
+           + admitted_s * requests admitted meanwhile + finished_s * requests that the step before ended
 
-times ``1 + trainer_slowdown`` while the trainer computes; an optimizer step ``base_s + token_s * tokens``,
-times ``1 + engine_slowdown`` for each engine that computes meanwhile.
+and an optimizer step ``base_s + token_s * tokens``. These, and what the worker needs for a request, are
+core-seconds, which take longer while others compute on the same cores (``Sharing``).
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from grpo_lab.errors import DataError
 from grpo_lab.files import write_whole
-from grpo_lab.sim.speeds import Speeds
 
-SCHEMA = 1
+SCHEMA = 2
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,45 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """How trainer, worker and engines, which compute on one core each, share a machine's ``cores``.
+
+    All cores together do ``capacity`` times what one does alone: they share caches and memory, and other
+    things use them too (the kernel, the process that checks the trace). What there is goes by weight, 1 for
+    worker and engines: a scheduler prefers those that often wait, so the trainer weighs less. While it
+    computes it takes ``trainer_disturbs`` of what the others get: its passes fill the caches.
+    """
+
+    cores: int
+    capacity: float
+    trainer_weight: float
+    trainer_disturbs: float = 0.0
+
+    def speeds(self, training: bool, others: int) -> tuple[float, float]:
+        """Of the trainer and of each of ``others`` that compute (max-min fair); 1: alone on the machine.
+        What one of them does that does not compute is of no meaning.
+
+        >>> Sharing(2, 1.8, 0.25).speeds(True, 1)
+        (0.9, 0.9)
+        >>> Sharing(2, 1.8, 0.25).speeds(True, 2)
+        (0.2, 0.8)
+        """
+        busy = max(1, min(self.cores, others + training))
+        whole = 1.0 + (self.capacity - 1.0) * (busy - 1) / max(1, self.cores - 1)
+        most = whole / busy
+        if not training or not others:
+            return most, min(most, whole / max(1, others))
+        other = min(most, whole / (others + self.trainer_weight))
+        trainer = min(most, whole - others * other)
+        other = min(most, (whole - trainer) / others) * (1.0 - self.trainer_disturbs)
+        return round(trainer, 9), round(other, 9)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStepFit:
-    """``jitter``: a step takes up to this part more or less. ``relative_rms``: residuals over the mean."""
+    """Core-seconds. ``jitter``: a step takes up to this part more or less. ``relative_rms``: residuals over
+    the mean.
+    """
 
     base_s: float
     prefill_token_s: float
@@ -55,7 +93,6 @@ class EngineStepFit:
     context_token_s: float
     admitted_s: float
     finished_s: float
-    trainer_slowdown: float
     jitter: float
     n: int
     relative_rms: float
@@ -63,14 +100,13 @@ class EngineStepFit:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStepFit:
-    """``computed_share`` of the consumed tokens, prompts included, are in the passes (groups without signal
-    are not). ``overhead_s`` passes between steps besides syncs and waiting. ``token_error_s`` is the
-    standard error of ``token_s``: steps that are all alike do not tell it from ``base_s``.
+    """Core-seconds. ``computed_share`` of the consumed tokens, prompts included, are in the passes (groups
+    without signal are not). ``overhead_s`` passes between steps besides syncs and waiting. ``token_error_s``
+    is the standard error of ``token_s``: steps that are all alike do not tell it from ``base_s``.
     """
 
     base_s: float
     token_s: float
-    engine_slowdown: float
     computed_share: float
     overhead_s: float
     cv: float
@@ -81,8 +117,8 @@ class TrainerStepFit:
 
 @dataclass(frozen=True, slots=True)
 class RequestFit:
-    """The worker takes one thing after the other: ``dispatch_s`` to send a request, which arrives
-    ``request_latency_s`` later, ``reply_s`` for an answer, which was ``reply_latency_s`` on its way.
+    """The worker takes one thing after the other: ``dispatch_s`` core-seconds to send a request, which
+    arrives ``request_latency_s`` later, ``reply_s`` for an answer, which was ``reply_latency_s`` on its way.
     """
 
     dispatch_s: float
@@ -94,7 +130,10 @@ class RequestFit:
 
 @dataclass(frozen=True, slots=True)
 class SyncFit:
-    """A sync takes ``other + pause + transfer + resume``, and the model step that the pause waits for.
+    """A sync takes ``other + pause + transfer + resume``, and what its calls wait for at busy engines.
+
+    ``other``, ``pause``, ``transfer`` and ``resume`` are medians, with the deviation of a normal distribution
+    that has their quartiles: single syncs that wait for something else do not move them.
 
     ``transfer`` is without ``bucket_s + byte_s * bytes`` for each bucket. Where all buckets are of one size
     only their mean time is known: ``byte_s`` is 0 then, and ``two_term`` false.
@@ -164,6 +203,7 @@ class Calibration:
     """Everything that a prediction needs of a machine, a model and a task."""
 
     source: Source
+    sharing: Sharing
     engine_step: EngineStepFit
     trainer_step: TrainerStepFit
     requests: RequestFit
@@ -171,18 +211,10 @@ class Calibration:
     sync: SyncFit
     lengths: LengthFit
     prompt_quantiles: tuple[float, ...]
-
-    def speeds(self) -> Speeds:
-        """For ``grpo-lab run --world sim``, where engines and trainer have devices of their own."""
-        return Speeds(
-            engine_step_s=max(self.engine_step.base_s, 1e-6),
-            engine_sequence_s=self.engine_step.sequence_s,
-            engine_prefill_token_s=self.engine_step.prefill_token_s,
-            trainer_step_s=max(self.trainer_step.base_s, 1e-6),
-            trainer_token_s=self.trainer_step.token_s * self.trainer_step.computed_share,
-            link_s=self.sync.bucket_s,
-            link_bytes_per_s=1.0 / self.sync.byte_s if self.sync.byte_s > 0 else 1e12,
-        )
+    held_out: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What ``grpo-lab validate`` found: by run that the fit has not seen, by quantity, the error of the
+    prediction, relative, or in versions for staleness.
+    """
 
     def save(self, path: Path) -> None:
         """Whole or not at all. Raises ``DataError`` when the place cannot be written to."""
@@ -237,7 +269,8 @@ def to_toml(table: Mapping[str, Any], name: str = "") -> str:
     parts = ["\n".join(lines) + "\n"] if lines else []
     for key, value in table.items():
         if isinstance(value, Mapping):
-            parts.append(to_toml(value, f"{name}.{key}" if name else key))
+            quoted = key if _BARE_KEY.fullmatch(key) else _toml_value(key)
+            parts.append(to_toml(value, f"{name}.{quoted}" if name else quoted))
     return "\n".join(parts)
 
 

@@ -1,8 +1,9 @@
 """A simulated cluster with calibrated times: the protocol's own code, a light trainer, measured durations.
 
-Besides what each part costs alone it has what they cost each other on shared cores: a model step is slower
-while the trainer computes, an optimizer step while engines do, requests hold the engine up when they arrive
-and when they are answered, and the worker sends and takes one at a time.
+Trainer, rollout worker and engines are processes that share the machine's cores: what they do is measured in
+core-seconds, which take longer while others compute (``Sharing``). Worker and engines do one thing after the
+other: an engine's model steps, requests that arrive or are answered, and the calls of a weight sync wait for
+each other.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from grpo_lab.types import (
     SyncId,
 )
 
-SLICES = 40
-"""An optimizer step looks so often how many engines compute beside it."""
+SLICES = 50
+"""An optimizer step looks so often who computes beside it."""
 _NORMAL = NormalDist()
 
 
@@ -65,30 +66,47 @@ def simulate_calibrated(cluster: Cluster, calibration: Calibration, *, checked: 
 
 
 class Line:
-    """The worker's loop: it takes one thing after the other."""
+    """A process that does one thing after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._free_s = 0.0
 
-    async def passed(self, service_s: float, latency_s: float) -> None:
-        """Waits for its turn, is served, and is ``latency_s`` on its way."""
+    @property
+    def left_s(self) -> float:
+        """Seconds until it has done all that was given to it."""
+        return max(0.0, self._free_s - asyncio.get_running_loop().time())
+
+    def give(self, work_s: float) -> float:
+        """Core-seconds to be done after the rest; returns the seconds until they are."""
         now_s = asyncio.get_running_loop().time()
-        self._free_s = max(now_s, self._free_s) + service_s
-        await asyncio.sleep(self._free_s - now_s + latency_s)
+        work_s *= self._machine.slowdown(self)
+        self._free_s = max(now_s, self._free_s) + work_s
+        return self._free_s - now_s
 
 
 @dataclass(slots=True)
 class Machine:
-    """What the actors of one simulation share: who computes now, the request lines, and random numbers."""
+    """What the actors of one simulation share: who computes now, their lines, and random numbers."""
 
     cluster: Cluster
     calibration: Calibration
     training: bool = False
-    stepping: int = 0
-    line: Line = field(default_factory=Line)
+    _lines: dict[str, Line] = field(default_factory=dict)
     _sources: dict[str, random.Random] = field(default_factory=dict)
     _lengths: dict[str, int] = field(default_factory=dict)
     _shared: dict[str, float] = field(default_factory=dict)
+
+    def line(self, process: str) -> Line:
+        if process not in self._lines:
+            self._lines[process] = Line(self)
+        return self._lines[process]
+
+    def slowdown(self, own: Line | None) -> float:
+        """How much longer a process takes now, given the others that compute; None: the trainer's."""
+        computing = sum(line is own or line.left_s > 0 for line in self._lines.values())
+        trainer, other = self.calibration.sharing.speeds(self.training or own is None, computing)
+        return 1.0 / (trainer if own is None else other)
 
     def draw(self, what: str, spread: Spread) -> float:
         """Seconds of a gamma distribution with this mean and deviation, from a source of ``what``'s own."""
@@ -145,49 +163,37 @@ class CalibratedCore(EngineCore):
         )
         super().__init__(policy, recorder, config, timing=calibrated, **rest)
         self._fit = fit
-        self._admitted = self._finished = 0
-        self._ended_s = 0.0
+        self._line = self.machine.line(config.name)
 
     def submit(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *words: Any, **options: Any
     ) -> Request:
-        self._admitted += 1
+        self._line.give(self._fit.admitted_s)
         return super().submit(prompt_token_ids, sampling, *words, **options)
 
     async def _take_time(self, plan: StepPlan) -> None:
-        loop, fit = asyncio.get_running_loop(), self._fit
-        idle_s = loop.time() - self._ended_s
-        answering_s = max(0.0, self._finished * fit.finished_s - idle_s)
-        self._finished = 0
-        self.machine.stepping += 1
-        try:
-            await asyncio.sleep((self._duration_s(plan) + answering_s) * self._slowdown)
-            # Those that come while these are taken in hold up the next step: else a burst would be one step.
-            held_up_s, self._admitted = self._admitted * fit.admitted_s, 0
-            await asyncio.sleep(held_up_s * self._slowdown)
-        finally:
-            self.machine.stepping -= 1
-            self._ended_s = loop.time()
-
-    @property
-    def _slowdown(self) -> float:
-        return 1.0 + self._fit.trainer_slowdown * self.machine.training
+        # Once only: what comes in meanwhile is done after the step, else a burst would keep steps away.
+        await asyncio.sleep(self._line.left_s)
+        await asyncio.sleep(self._line.give(self._duration_s(plan)))
 
     def _finish(self, request: Request) -> None:
-        self._finished += not request.done.done()
+        if not request.done.done():
+            self._line.give(self._fit.finished_s)
         super()._finish(request)
 
 
 class CalibratedEngine(SimulatedEngine):
-    """Requests queue on their way out and back; control calls take what they took."""
+    """Requests queue on their way out and back; control calls take what they took, after what the engine
+    has to do before them.
+    """
 
     machine: Machine
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        fit, line = self.machine.calibration.requests, self.machine.line
-        await line.passed(fit.dispatch_s, fit.request_latency_s)
+        fit, line = self.machine.calibration.requests, self.machine.line("worker")
+        await asyncio.sleep(line.give(fit.dispatch_s) + fit.request_latency_s)
         completion = await super().generate(request)
-        await line.passed(fit.reply_s, fit.reply_latency_s)
+        await asyncio.sleep(line.give(fit.reply_s) + fit.reply_latency_s)
         return completion
 
     async def start_id(self) -> str:
@@ -196,7 +202,7 @@ class CalibratedEngine(SimulatedEngine):
 
     async def pause(self, mode: PauseMode, clear_cache: bool, term: int) -> None:
         await super().pause(mode, clear_cache, term)
-        await self._take("pause")
+        await asyncio.sleep(self._draw("pause"))  # at once: before the answers of the step that has ended
 
     async def start_update(self, sync: SyncId) -> None:
         await self._take("transfer")
@@ -207,8 +213,12 @@ class CalibratedEngine(SimulatedEngine):
         await super().resume(term)
 
     async def _take(self, phase: str) -> None:
+        await asyncio.sleep(self.machine.line(self.name).left_s)
+        await asyncio.sleep(self._draw(phase))
+
+    def _draw(self, phase: str) -> float:
         spread: Spread = getattr(self.machine.calibration.sync, phase)
-        await asyncio.sleep(self.machine.draw(f"{self.name} {phase}", spread))
+        return self.machine.draw(f"{self.name} {phase}", spread) * self.machine.slowdown(None)
 
 
 class CalibratedTransport(SimulatedTransport):
@@ -234,14 +244,15 @@ class CalibratedTrainer(LightTrainer):
             for sample in group.samples
         )
         alone_s = fit.base_s + fit.token_s * fit.computed_share * tokens
-        slice_s = machine.draw("trainer", Spread(alone_s, alone_s * fit.cv, fit.n)) / SLICES
-        duration_s = 0.0
+        left_s = machine.draw("trainer", Spread(alone_s, alone_s * fit.cv, fit.n))
+        slice_s, duration_s = left_s / SLICES, 0.0
         machine.training = True
         try:
-            for _ in range(SLICES if fit.engine_slowdown > 0 else 1):
-                took_s = slice_s * (1.0 + fit.engine_slowdown * machine.stepping)
-                took_s *= 1 if fit.engine_slowdown > 0 else SLICES
+            while left_s > 1e-9:
+                speed = 1.0 / machine.slowdown(None)
+                took_s = min(slice_s, left_s / speed)  # of time, not of work: slow ones would count less
                 virtual_sleep(took_s)
+                left_s -= took_s * speed
                 duration_s += took_s
         finally:
             machine.training = False

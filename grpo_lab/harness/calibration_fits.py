@@ -1,50 +1,50 @@
-"""From a run's trace to a calibration: non-negative least squares, and distributions with their tails."""
+"""From a run's trace to a calibration: who shared the cores, and least squares with no negative term."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, minimize, nnls
-from scipy.stats import norm, rankdata
+from scipy.optimize import minimize, nnls
 
 from grpo_lab.errors import DataError
 from grpo_lab.harness.calibration import (
     Calibration,
     EngineStepFit,
-    LengthFit,
     RequestFit,
+    Sharing,
     Source,
     Spread,
     SyncFit,
     TrainerStepFit,
 )
-from grpo_lab.harness.calibration_trace import Floats, RunTrace, Sample
+from grpo_lab.harness.calibration_contention import Company, best_sharing, company
+from grpo_lab.harness.calibration_lengths import fit_lengths, quantiles
+from grpo_lab.harness.calibration_trace import EngineSteps, Floats, RunTrace, Sample, TrainerStep
+from grpo_lab.report.spans import Span
 
 WARM_STEPS = 2
 """Optimizer steps at the start that no fit sees: caches are cold, queues fill."""
 MIN_OPTIMIZER_STEPS, MIN_ENGINE_STEPS, MIN_SAMPLES, MIN_SYNCS = 8, 100, 100, 3
-MIN_VARIATION = 0.1  # of a share of time, below which a slowdown cannot be told from a longer step
-MIN_PURE, MIN_PURE_SHARE = 10, 0.03  # rows near either end of the shares, for the same reason
 ROUNDS = 5
-MIN_SIZE_VARIATION = 0.05  # of bucket sizes, for the same reason
-QUANTILES = 101
-TAIL_FROM = 0.9
-MIN_TAIL = 30  # samples beyond the threshold
+MIN_SIZE_VARIATION = 0.05  # of bucket sizes, below which overhead and bytes cannot be told apart
+QUARTILES_OF_SD = 1.349  # between the quartiles of a normal distribution
 
 
 def fit(traces: Sequence[RunTrace], source: Source) -> Calibration:
     """Fits everything. Raises ``DataError``, saying what there is too little of in the traces."""
     _require_enough(traces)
+    requests = fit_requests(traces)
+    runs = [Run(trace, requests) for trace in traces]
+    sharing = fit_sharing(runs, int(source.machine.get("cpus") or 1))
     return Calibration(
         source=source,
-        engine_step=fit_engine_steps(traces),
-        trainer_step=fit_trainer_steps(traces),
-        requests=fit_requests(traces),
+        sharing=sharing,
+        engine_step=fit_engine_steps(runs, sharing)[0],
+        trainer_step=fit_trainer_steps(runs, sharing),
+        requests=_alone(requests, runs, sharing),
         reward=fit_rewards(traces),
         sync=fit_syncs(traces),
         lengths=fit_lengths(_samples(traces)),
@@ -76,69 +76,102 @@ def _require_enough(traces: Sequence[RunTrace]) -> None:
 # -- steps ---------------------------------------------------------------------------------------------------
 
 
-def fit_engine_steps(traces: Sequence[RunTrace]) -> EngineStepFit:
-    """Which requests hold up a step depends on how long they do: both are found in turns."""
-    engines = [steps for trace in traces for steps in trace.engine_steps()]
+class Run:
+    """A trace with who computed when; the worker was busy as its line says."""
+
+    def __init__(self, trace: RunTrace, requests: RequestFit) -> None:
+        self.trace = trace
+        self.worker = _worker_spans(trace, requests)
+        self.company: Company = company(trace, self.worker)
+        self.engines: list[EngineSteps] = trace.engine_steps()
+        self.steps: list[TrainerStep] = trace.trainer_steps[WARM_STEPS:]
+
+
+def fit_sharing(runs: Sequence[Run], cores: int) -> Sharing:
+    """That with which equal work takes equal core-seconds in all company: of the trainer an optimizer step,
+    of the engines all that they do from one to the next.
+
+    Runs that always have the same company say nothing: then nobody disturbs anybody.
+    """
+    return best_sharing(
+        cores,
+        lambda sharing: round(fit_trainer_steps(runs, sharing).relative_rms, 5),
+        lambda sharing: round(fit_engine_steps(runs, sharing)[1], 5),
+    )
+
+
+def fit_engine_steps(runs: Sequence[Run], sharing: Sharing) -> tuple[EngineStepFit, float]:
+    """The fit, and how far it is off from one optimizer step to the next (root mean square, relative).
+
+    Which requests hold up a step depends on how long they do: both are found in turns.
+    """
+    engines = [steps for run in runs for steps in run.engines]
+    speeds = [run.company.speed(steps.spans, sharing) for run in runs for steps in run.engines]
 
     def column(name: str) -> Floats:
         return np.concatenate([getattr(steps, name) for steps in engines])
 
-    seconds, training = column("seconds"), column("training")
+    work = column("seconds") * np.concatenate(speeds)
     known = [
-        np.ones(len(seconds)),
+        np.ones(len(work)),
         *map(column, ("prefill_tokens", "sequences", "context_tokens", "finished")),
     ]
     admitted = [steps.admitted() for steps in engines]
     for _ in range(ROUNDS):
         features = np.stack([*known, np.concatenate(admitted)], axis=1)
-        x, slowdown, predicted = fit_slowed(features, training, seconds)
+        x, predicted = fit_work(features, work)
         admitted = [
-            steps.admitted(x[-1] * before * (1.0 + slowdown * steps.training))
-            for steps, before in zip(engines, admitted, strict=True)
+            steps.admitted(x[-1] * before / speed)
+            for steps, speed, before in zip(engines, speeds, admitted, strict=True)
         ]
-    rms, cv = _residuals(seconds, predicted)
-    return EngineStepFit(
+    rms, cv = _residuals(work, predicted)
+    found = EngineStepFit(
         base_s=x[0],
         prefill_token_s=x[1],
         sequence_s=x[2],
         context_token_s=x[3],
         admitted_s=x[5],
         finished_s=x[4],
-        trainer_slowdown=slowdown,
         jitter=min(0.95, math.sqrt(3.0) * cv),
-        n=len(seconds),
+        n=len(work),
         relative_rms=rms,
     )
+    return found, _off_between_steps(runs, work, predicted)
 
 
-def fit_trainer_steps(traces: Sequence[RunTrace]) -> TrainerStepFit:
-    steps = [step for trace in traces for step in trace.trainer_steps[WARM_STEPS:]]
-    busy = np.concatenate(
-        [
-            trace.engines_busy([(s.begin_s, s.end_s) for s in trace.trainer_steps[WARM_STEPS:]])
-            for trace in traces
-        ]
+def _off_between_steps(runs: Sequence[Run], work: Floats, predicted: Floats) -> float:
+    off, first = [], 0
+    for run in runs:
+        ends_s = np.array([step.end_s for step in run.steps])
+        for steps in run.engines:
+            rows = slice(first, first := first + len(steps.spans))
+            place = np.searchsorted(ends_s, [begin for begin, _ in steps.spans])
+            sums = [np.bincount(place, values[rows], len(ends_s) + 1)[1:-1] for values in (work, predicted)]
+            both = (sums[0] > 0) & (sums[1] > 0)
+            off.append(sums[1][both] / sums[0][both] - 1.0)
+    return float(np.sqrt(np.mean(np.concatenate(off) ** 2)))
+
+
+def fit_trainer_steps(runs: Sequence[Run], sharing: Sharing) -> TrainerStepFit:
+    steps = [step for run in runs for step in run.steps]
+    spans = [[(step.begin_s, step.end_s) for step in run.steps] for run in runs]
+    speed = np.concatenate(
+        [run.company.speed(own, sharing, trainer=True) for run, own in zip(runs, spans, strict=True)]
     )
     tokens = np.array([step.tokens for step in steps])
-    seconds = np.array([step.duration_s for step in steps])
-    features = np.stack([np.ones(len(steps)), tokens], axis=1)
-    x, slowdown, predicted = fit_slowed(features, busy, seconds)
-    rms, cv = _residuals(seconds, predicted)
+    work = np.array([step.duration_s for step in steps]) * speed
+    x, predicted = fit_work(np.stack([np.ones(len(steps)), tokens], axis=1), work)
+    rms, cv = _residuals(work, predicted)
     return TrainerStepFit(
         base_s=x[0],
         token_s=x[1],
-        engine_slowdown=slowdown,
-        computed_share=_computed_share(traces),
+        computed_share=_computed_share([run.trace for run in runs]),
         overhead_s=float(np.mean([step.overhead_s for step in steps])),
         cv=cv,
-        token_error_s=float(np.std(seconds - predicted) / max(tokens.std() * math.sqrt(len(steps)), 1e-12)),
+        token_error_s=float(np.std(work - predicted) / max(tokens.std() * math.sqrt(len(steps)), 1e-12)),
         n=len(steps),
         relative_rms=rms,
     )
-
-
-def _busy(trace: RunTrace) -> Floats:
-    return trace.engines_busy([(step.begin_s, step.end_s) for step in trace.trainer_steps[WARM_STEPS:]])
 
 
 def _computed_share(traces: Sequence[RunTrace]) -> float:
@@ -152,52 +185,21 @@ def _computed_share(traces: Sequence[RunTrace]) -> float:
     return computed / consumed if consumed and computed else 1.0
 
 
-def fit_slowed(features: Floats, share: Floats, seconds: Floats) -> tuple[list[float], float, Floats]:
-    """``seconds ~ (features @ x) * (1 + c * share)``, x and c not negative: (x, c, fitted seconds).
+def fit_work(features: Floats, work: Floats) -> tuple[list[float], Floats]:
+    """``work ~ features @ x``, x not negative: (x, fitted work).
 
-    c is 0, and x has the mean slowdown in it, unless both shares near the least and near the largest occur
-    often enough. Noise grows with the time, so errors are weighted by 1 / (fitted + mean); at last all is
-    scaled so that the fitted times add up to the measured ones.
+    Noise grows with the work, so errors are weighted by 1 / (fitted + mean); at last all is scaled so that
+    the fitted work adds up to the measured one.
     """
     scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
     scaled = features / scale
-    rows = _pure(share)
-    slowed = rows is not None and rows.sum() > 2 * features.shape[1]
-    some, some_share, some_s = (
-        (scaled[rows], share[rows], seconds[rows]) if slowed else (scaled, share, seconds)
-    )
-    x, c = nnls(some, some_s)[0], 0.0
+    x = nnls(scaled, work)[0]
     for _ in range(3):
-        weight = 1.0 / ((some @ x) * (1.0 + c * some_share) + some_s.mean() + 1e-12)
-        if slowed:
-            x, c = _solved(some, some_share, some_s, weight, x)
-        else:
-            x = nnls(some * weight[:, None], some_s * weight)[0]
-    fitted = (scaled @ x) * (1.0 + c * share)
-    factor = seconds.sum() / max(fitted.sum(), 1e-12)
-    return [float(value) for value in x * factor / scale], float(c), fitted * factor
-
-
-def _pure(share: Floats) -> Any:
-    """Which rows tell a slowdown from a longer time: those near the ends of the range, if enough are."""
-    low, high = share < share.min() + MIN_VARIATION, share > share.max() - MIN_VARIATION
-    enough = max(MIN_PURE, MIN_PURE_SHARE * len(share))
-    apart = share.max() - share.min() > 2 * MIN_VARIATION
-    return low | high if apart and min(low.sum(), high.sum()) >= enough else None
-
-
-def _solved(
-    features: Floats, share: Floats, seconds: Floats, weight: Floats, start: Floats
-) -> tuple[Floats, float]:
-    def residuals(x: Floats) -> Floats:
-        found: Floats = ((features @ x[:-1]) * (1.0 + x[-1] * share) - seconds) * weight
-        return found
-
-    guess = np.concatenate([np.maximum(start, 1e-6 * seconds.mean()), [0.1]])
-    found = least_squares(
-        residuals, guess, bounds=(0.0, np.inf), x_scale=np.maximum(guess, 1e-3 * seconds.mean())
-    )
-    return found.x[:-1], float(found.x[-1])
+        weight = 1.0 / (scaled @ x + work.mean() + 1e-12)
+        x = nnls(scaled * weight[:, None], work * weight)[0]
+    fitted = scaled @ x
+    factor = work.sum() / max(fitted.sum(), 1e-12)
+    return [float(value) for value in x * factor / scale], fitted * factor
 
 
 def _residuals(seconds: Floats, predicted: Floats) -> tuple[float, float]:
@@ -212,16 +214,32 @@ def _residuals(seconds: Floats, predicted: Floats) -> tuple[float, float]:
 
 def fit_requests(traces: Sequence[RunTrace]) -> RequestFit:
     """From dispatch to the engine's queue, and from the engine's last word to the worker's hands."""
-    ways = []
-    for trace in traces:
-        rows = [(r.dispatched_s, r.admitted_s, 0.0) for r in trace.requests.values()]
-        rows += [
-            (r.finished_s, trace.samples[name].completed_s, 1.0)
-            for name, r in trace.requests.items()
-            if name in trace.samples
-        ]
-        ways.append(np.array(sorted(row for row in rows if row[1] >= row[0])).reshape(-1, 3))
-    return fit_line(ways)
+    return fit_line([_ways(trace) for trace in traces])
+
+
+def _ways(trace: RunTrace) -> Floats:
+    """Rows (entered, left, kind) of the worker's line."""
+    rows = [(r.dispatched_s, r.admitted_s, 0.0) for r in trace.requests.values()]
+    rows += [
+        (r.finished_s, trace.samples[name].completed_s, 1.0)
+        for name, r in trace.requests.items()
+        if name in trace.samples
+    ]
+    return np.array(sorted(row for row in rows if row[1] >= row[0])).reshape(-1, 3)
+
+
+def _worker_spans(trace: RunTrace, fit: RequestFit) -> list[Span]:
+    ways = _ways(trace)
+    service_s = np.where(ways[:, 2] > 0, fit.reply_s, fit.dispatch_s)
+    ends_s = ways[:, 0] + line_s(ways[:, 0], service_s)
+    return list(zip((ends_s - service_s).tolist(), ends_s.tolist(), strict=True))
+
+
+def _alone(fit: RequestFit, runs: Sequence[Run], sharing: Sharing) -> RequestFit:
+    """Core-seconds instead of the seconds in the company that there was."""
+    speeds = [run.company.speed(run.worker, sharing) for run in runs if run.worker]
+    speed = float(np.concatenate(speeds).mean()) if speeds else 1.0
+    return replace(fit, dispatch_s=fit.dispatch_s * speed, reply_s=fit.reply_s * speed)
 
 
 def fit_line(ways: Sequence[Floats]) -> RequestFit:
@@ -285,10 +303,10 @@ def fit_syncs(traces: Sequence[RunTrace]) -> SyncFit:
     ]
     newest = syncs[-1]
     return SyncFit(
-        other=spread([sync.other_s for sync in syncs]),
-        pause=spread([sync.pause_s for sync in syncs]),
-        transfer=spread(fixed),
-        resume=spread([sync.resume_s for sync in syncs]),
+        other=typical([sync.other_s for sync in syncs]),
+        pause=typical([sync.pause_s for sync in syncs]),
+        transfer=typical(fixed),
+        resume=typical([sync.resume_s for sync in syncs]),
         total=spread([sync.total_s for sync in syncs]),
         bucket_s=bucket_s,
         byte_s=byte_s,
@@ -315,80 +333,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(float(np.mean(values)), float(np.std(values)), len(values))
 
 
-# -- lengths -----------------------------------------------------------------------------------------------
-
-
-def fit_lengths(samples: Sequence[Sample]) -> LengthFit:
-    """``samples`` in any order; those that ended at their longest are known to be at least so long."""
-    lengths = np.array([sample.tokens for sample in samples], dtype=float)
-    censored = np.array([sample.censored for sample in samples])
-    threshold = float(np.quantile(lengths, TAIL_FROM, method="inverted_cdf"))
-    beyond = lengths > threshold
-    scale, shape, tail_from = 0.0, 0.0, 1.0
-    if beyond.sum() >= MIN_TAIL and not censored[~beyond].any():
-        scale, shape = fit_tail(lengths[beyond] - threshold, censored[beyond])
-        tail_from = float(1.0 - beyond.mean())
-    body = lengths[~beyond] if scale > 0 else lengths
-    return LengthFit(
-        quantiles=quantiles(body, 1.0),
-        tail_from=tail_from,
-        threshold=threshold,
-        tail_scale=scale,
-        tail_shape=shape,
-        censored_share=float(censored.mean()),
-        within_group_correlation=within_group_correlation(samples),
-        mean=float(lengths.mean()),
-        n=len(samples),
-    )
-
-
-def quantiles(values: Any, last: float) -> tuple[float, ...]:
-    """At ``QUANTILES`` equal steps from 0 to ``last``, each one that occurs."""
-    array = np.asarray(values, dtype=float)
-    found = (
-        np.quantile(array, np.linspace(0.0, last, QUANTILES), method="inverted_cdf") if len(array) else [1.0]
-    )
-    return tuple(float(value) for value in found)
-
-
-def fit_tail(excess: Floats, censored: Any) -> tuple[float, float]:
-    """Scale and shape of a generalised Pareto tail of whole tokens, by maximum likelihood.
-
-    An excess k is any value in (k - 1, k]; a censored one is more than k - 1. The shape is kept in
-    [-0.5, 1], where the likelihood is regular and the mean exists.
-    """
-
-    def survival(x: Floats, scale: float, shape: float) -> Floats:
-        if abs(shape) < 1e-6:
-            return np.exp(-x / scale)
-        return np.asarray(np.maximum(1.0 + shape * x / scale, 0.0) ** (-1.0 / shape))
-
-    def loss(parameters: Floats) -> float:
-        scale, shape = math.exp(parameters[0]), float(np.clip(parameters[1], -0.5, 1.0))
-        before = survival(excess - 1.0, scale, shape)
-        after = np.where(censored, 0.0, survival(excess, scale, shape))
-        return float(-np.log(np.maximum(before - after, 1e-12)).sum())
-
-    starts = [np.array([math.log(excess.mean()), shape]) for shape in (-0.2, 0.0, 0.3)]
-    best = min((minimize(loss, start, method="Nelder-Mead") for start in starts), key=lambda one: one.fun)
-    return math.exp(best.x[0]), float(np.clip(best.x[1], -0.5, 1.0))
-
-
-def within_group_correlation(samples: Sequence[Sample]) -> float:
-    """Intraclass correlation (one-way analysis of variance; Shrout and Fleiss 1979) of normal scores."""
-    if len(samples) < 2:
-        return 0.0
-    scores = norm.ppf((rankdata([sample.tokens for sample in samples]) - 0.5) / len(samples))
-    groups: dict[str, list[float]] = defaultdict(list)
-    for sample, score in zip(samples, scores, strict=True):
-        groups[sample.group].append(score)
-    rows = [np.array(values) for values in groups.values() if len(values) > 1]
-    total = sum(len(row) for row in rows)
-    if len(rows) < 2 or total <= len(rows):
-        return 0.0
-    grand = np.concatenate(rows).mean()
-    between = sum(len(row) * (row.mean() - grand) ** 2 for row in rows) / (len(rows) - 1)
-    within = sum(((row - row.mean()) ** 2).sum() for row in rows) / (total - len(rows))
-    size = (total - sum(len(row) ** 2 for row in rows) / total) / (len(rows) - 1)
-    spread_of_all = between + (size - 1.0) * within
-    return float(np.clip((between - within) / spread_of_all, 0.0, 0.99)) if spread_of_all > 0 else 0.0
+def typical(values: Sequence[float]) -> Spread:
+    """Median, and the deviation that the quartiles say."""
+    low, middle, high = (float(value) for value in np.quantile(values, (0.25, 0.5, 0.75)))
+    return Spread(middle, (high - low) / QUARTILES_OF_SD, len(values))

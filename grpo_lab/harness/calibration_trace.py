@@ -34,7 +34,7 @@ from grpo_lab.events import (
     SyncEnded,
     WeightsPublished,
 )
-from grpo_lab.report.spans import Span, merged
+from grpo_lab.report.spans import Span
 
 Floats = NDArray[np.float64]
 
@@ -92,25 +92,25 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class EngineSteps:
     """Model steps of one engine, a row each: ``seconds`` with the gap before it where the engine went on,
-    when it ended, its batch, requests ``finished`` by the step just before it, and the share of its time in
-    which the trainer was computing (``training``). ``arrivals_s``: when requests were admitted, in order.
+    ``spans`` of the rows (a row may be several steps), batches, and requests ``finished`` by the step just
+    before. ``arrivals_s``: when requests were admitted, in order.
     """
 
     seconds: Floats
-    ends_s: Floats
+    spans: Sequence[Span]
     prefill_tokens: Floats
     sequences: Floats
     context_tokens: Floats
     finished: Floats
-    training: Floats
     arrivals_s: Floats
 
     def admitted(self, held_up_s: Floats | float = 0.0) -> Floats:
         """Requests admitted while each step ran. Those that come in its last ``held_up_s`` seconds, when it
         only waits for others to be taken in, belong to the next one.
         """
-        until = np.searchsorted(self.arrivals_s, self.ends_s - held_up_s, "right")
-        first = np.searchsorted(self.arrivals_s, self.ends_s[:1] - self.seconds[:1], "right")
+        begins_s, ends_s = np.array(self.spans).reshape(-1, 2).T
+        until = np.searchsorted(self.arrivals_s, ends_s - held_up_s, "right")
+        first = np.searchsorted(self.arrivals_s, begins_s[:1], "right")
         return np.maximum(np.diff(np.concatenate([first, until])), 0).astype(float)
 
 
@@ -242,21 +242,10 @@ class RunTrace:
     def engine_steps(self) -> list[EngineSteps]:
         """Of each engine, without those before the first optimizer step has begun."""
         first_s = self.trainer_steps[0].begin_s if self.trainer_steps else -np.inf
-        training = Cumulative(self.training)
-        return [
-            self._engine_steps(engine, rows, training, first_s)
-            for engine, rows in sorted(self._steps.items())
-        ]
-
-    def engines_busy(self, spans: Sequence[Span]) -> Floats:
-        """Mean number of engines that ran a model step, in each span."""
-        total = np.zeros(len(spans))
-        for rows in self._steps.values():
-            total += Cumulative([(t - step.duration_s, t) for t, step in rows]).share(spans)
-        return total
+        return [self._engine_steps(engine, rows, first_s) for engine, rows in sorted(self._steps.items())]
 
     def _engine_steps(
-        self, engine: str, rows: Sequence[tuple[float, ModelStep]], training: Cumulative, first_s: float
+        self, engine: str, rows: Sequence[tuple[float, ModelStep]], first_s: float
     ) -> EngineSteps:
         ends = np.array([t for t, _ in rows])
         took = np.array([step.duration_s for _, step in rows])
@@ -273,12 +262,11 @@ class RunTrace:
         kept = begins >= first_s
         return EngineSteps(
             seconds=(seconds / count)[kept],
-            ends_s=ends[kept],
+            spans=list(zip((ends - seconds)[kept].tolist(), ends[kept].tolist(), strict=True)),
             prefill_tokens=(np.array([step.prefill_tokens for _, step in rows]) / count)[kept],
             sequences=np.array([float(step.sequences) for _, step in rows])[kept],
             context_tokens=np.where(count == 1, context[first], means)[kept],
             finished=(finished / count)[kept],
-            training=training.share(list(zip(begins, ends, strict=True)))[kept],
             arrivals_s=arrivals,
         )
 
@@ -316,23 +304,3 @@ class RunTrace:
             if first is not None and last is not None:
                 found.append((request.dispatched_s, first, last, request.tokens))
         return found
-
-
-class Cumulative:
-    """How much of a time lies in given spans."""
-
-    def __init__(self, spans: Iterable[Span]) -> None:
-        clean = merged(spans)
-        self._times = np.array([t for span in clean for t in span] or [0.0])
-        lengths = [[0.0, end - start] for start, end in clean]
-        flat = np.cumsum([0.0, *(length for pair in lengths for length in pair)])
-        self._totals = flat[1:] if clean else np.array([0.0])
-
-    def share(self, spans: Sequence[Span]) -> Floats:
-        """The part of each span that is covered, 0 to 1."""
-        if not spans:
-            return np.empty(0)
-        begin, end = np.array(spans).T
-        covered = np.interp(end, self._times, self._totals) - np.interp(begin, self._times, self._totals)
-        shares: Floats = np.clip(covered / np.maximum(end - begin, 1e-9), 0.0, 1.0)
-        return shares

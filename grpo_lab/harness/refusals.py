@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from grpo_lab.errors import ConfigError, ModelError
+from grpo_lab.errors import ConfigError, ModelError, TraceError
 from grpo_lab.harness.recipe import Recipe
 
 
@@ -40,6 +40,25 @@ def require_place(out: Path) -> None:
         raise ConfigError("out", str(out), f"a directory, and {place} is none")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError("out", str(out), f"a directory that can be written to, and {place} cannot")
+
+
+def require_file(field: str, path: Path) -> None:
+    """Raises ``ConfigError`` for a file that could not be written (its folders are made); makes nothing."""
+    if path.is_dir():
+        raise ConfigError(field, str(path), "a file, not a directory")
+    try:
+        require_place(path.absolute().parent)
+    except ConfigError as error:
+        raise ConfigError(field, str(path), f"a file that can be written ({error})") from None
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(field, str(path), "a file that can be written", "Change its permissions")
+
+
+def require_trace(run: Path) -> None:
+    """Raises ``TraceError`` for a path that is no run directory and no trace."""
+    trace = run if run.is_file() else run / "events.jsonl"
+    if not trace.is_file():
+        raise TraceError(f"{trace}: there is no such file. Name the directory of a run, like runs/latest")
 
 
 def _require_reward(path: str) -> None:

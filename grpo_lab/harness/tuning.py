@@ -20,7 +20,8 @@ from grpo_lab.harness.calibration import Calibration
 from grpo_lab.harness.experiment import Setting, random_settings, successive_halving
 from grpo_lab.harness.recipe import Recipe, recipe_with
 from grpo_lab.harness.tuning_constraints import Constraint, Objective
-from grpo_lab.harness.validation import Figures, predict, recipe_parameters
+from grpo_lab.harness.validation import predict, recipe_parameters
+from grpo_lab.harness.validation_figures import Figures
 
 Settings = Mapping[str, Setting]
 Evaluate = Callable[[Sequence[Settings], int], Sequence[Figures | None]]

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.harness.validation import QUANTITIES, Figures
+from grpo_lab.harness.validation_figures import QUANTITIES, Figures
 
 HIGHER_IS_BETTER = frozenset({"tokens_per_s", "engine_busy_share"})
 _PATTERN = re.compile(r"\s*([a-z][a-z0-9_]*)\s*(<=|>=|<|>)\s*([^\s<>=]+)\s*")

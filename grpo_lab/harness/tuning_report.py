@@ -10,7 +10,8 @@ from rich.table import Table
 
 from grpo_lab.harness.calibration import to_toml
 from grpo_lab.harness.tuning import STALENESS, Candidate, Tuned
-from grpo_lab.harness.validation import Figures, compare
+from grpo_lab.harness.validation import compare
+from grpo_lab.harness.validation_figures import Figures
 from grpo_lab.report.summary import mean
 
 SHOWN = ("staleness_p99", "staleness_steps_mean", "sync_s", "dropped_share")
@@ -44,8 +45,10 @@ def _words(row: Candidate) -> str:
     return escape(", ".join(f"{name}={value}" for name, value in row.settings.items()) or "as it is")
 
 
-def recipe_toml(tuned: Tuned) -> str:
-    """The recommended recipe, for ``grpo-lab run FILE.toml``; what was predicted is in its comments."""
+def recipe_toml(tuned: Tuned, error: str) -> str:
+    """The recommended recipe, for ``grpo-lab run FILE.toml``; what was predicted is in its comments, with
+    the ``error`` of predictions in words.
+    """
     best = tuned.recommended
     assert best is not None
     recipe = tuned.recipe_of(best)
@@ -63,6 +66,7 @@ def recipe_toml(tuned: Tuned) -> str:
         f"# {tuned.recipe.name}, tuned for {tuned.objective.quantity}"
         + "".join(f", {constraint}" for constraint in tuned.constraints),
         f"# predicted (simulated, {best.steps} steps): {predicted}",
+        f"# {error}",
     ]
     return "\n".join(head) + "\n" + to_toml({"name": f"{tuned.recipe.name}-tuned", **changed})
 

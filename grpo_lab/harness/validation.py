@@ -19,38 +19,13 @@ from grpo_lab.harness.calibration_runs import SETTINGS, RealRun, machine
 from grpo_lab.harness.calibration_trace import RunTrace
 from grpo_lab.harness.cluster_runs import WARM_STEPS, cluster_figures
 from grpo_lab.harness.recipe import Recipe
+from grpo_lab.harness.validation_figures import COMPARED, Figures
 from grpo_lab.sim.scenario import SHARED_FIELDS, Scenario
 
 SLOTS, BATCH_TOKENS, KV_BLOCKS = 128, 2048, 2048  # of `grpo-lab serve`, which runs start
 WHOLE_MODEL_BYTES = 1 << 20  # one bucket for the simulated weights
 MAX_STEPS = 40
 """Optimizer steps of a prediction, at most: more tell nothing new of a run in its steady state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What a run was like after its first steps. Times are means; None where nothing was measured.
-
-    ``staleness`` counts consumed groups by their staleness in versions, for the distance of distributions.
-    """
-
-    tokens_per_s: float
-    step_s: float
-    sync_s: float | None
-    staleness_mean: float
-    staleness_p99: float
-    staleness_max: int
-    staleness_steps_mean: float
-    ttft_s: float | None
-    tpot_s: float | None
-    trainer_idle_share: float
-    engine_busy_share: float
-    dropped_share: float
-    staleness: Mapping[int, int]
-
-
-QUANTITIES = tuple(name for name in Figures.__dataclass_fields__ if name != "staleness")
-COMPARED = ("tokens_per_s", "step_s", "sync_s", "staleness_mean", "ttft_s", "tpot_s")
 
 
 def figures_of(records: Sequence[Record]) -> Figures:
@@ -198,6 +173,13 @@ class Comparison:
 
     def row(self, quantity: str) -> Row:
         return next(row for row in self.rows if row.quantity == quantity)
+
+    def errors(self) -> dict[str, float]:
+        """By quantity, for ``Calibration.held_out``: relative, or in versions where it is staleness."""
+        found = {row.quantity: row.relative for row in self.rows if row.quantity != "staleness_mean"}
+        found["staleness_mean"] = self.row("staleness_mean").error
+        known = {name: value for name, value in found.items() if value is not None}
+        return {**known, "staleness_distance": self.wasserstein_versions}
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -62,25 +62,50 @@ def _distribution(shares: Mapping[int, float]) -> str:
     return ", ".join(f"{age}: {share:.0%}" for age, share in shares.items())
 
 
+def error_words(calibration: Calibration) -> str:
+    """How far predictions with these latencies were off, to be shown beside every number that they give."""
+    found = calibration.held_out
+    if not found:
+        return "not validated: no validation found, run grpo-lab validate RUN"
+    parts = []
+    for name, words in (*_WORDS.items(), ("staleness_distance", "staleness distribution")):
+        values = [errors[name] for errors in found.values() if name in errors]
+        if values:
+            worst = max(values, key=abs)
+            shown = f"{worst:+.2f} versions" if name.startswith("staleness") else f"{worst:+.1%}"
+            parts.append(f"{words.partition(' (')[0]} {shown}")
+    runs = f"{len(found)} held-out run{'s' if len(found) > 1 else ''}"
+    return f"prediction error, the worst of {runs}: {', '.join(parts)}"
+
+
 def calibration_lines(calibration: Calibration) -> Iterable[str]:
     """What was fitted, to how much, and how well."""
     engine, trainer = calibration.engine_step, calibration.trainer_step
-    sync, lengths, requests = calibration.sync, calibration.lengths, calibration.requests
+    sharing, sync, lengths, requests = (
+        calibration.sharing,
+        calibration.sync,
+        calibration.lengths,
+        calibration.requests,
+    )
     yield (
         f"engine step: {engine.base_s * 1e3:.3f} ms + {engine.prefill_token_s * 1e6:.2f} us/prompt token"
         f" + {engine.sequence_s * 1e6:.2f} us/sequence + {engine.context_token_s * 1e6:.3f} us/context token"
     )
     yield (
         f"  + {engine.admitted_s * 1e6:.0f} us/request admitted"
-        f" + {engine.finished_s * 1e6:.0f} us/request ended;"
-        f" x {1 + engine.trainer_slowdown:.2f} while the trainer computes"
+        f" + {engine.finished_s * 1e6:.0f} us/request ended"
         f"  (n = {engine.n}, residual {engine.relative_rms:.0%} of the mean)"
     )
     yield (
         f"optimizer step: {trainer.base_s * 1e3:.1f} ms + {trainer.token_s * 1e6:.1f} us/token"
-        f" (± {trainer.token_error_s * 1e6:.1f}); x {1 + trainer.engine_slowdown:.2f} for each busy engine;"
+        f" (± {trainer.token_error_s * 1e6:.1f});"
         f" {trainer.computed_share:.0%} of tokens computed"
         f"  (n = {trainer.n}, residual {trainer.relative_rms:.0%})"
+    )
+    yield (
+        f"{sharing.cores} cores, all busy, do {sharing.capacity:.2f} times what one does alone; the trainer's"
+        f" weight is {sharing.trainer_weight:g}, it takes {sharing.trainer_disturbs:.0%} of the others' speed"
+        " (times of steps and requests are core-seconds)"
     )
     yield (
         f"worker: {requests.dispatch_s * 1e3:.2f} ms a request + {requests.request_latency_s * 1e3:.2f} on"

@@ -13,6 +13,7 @@ from grpo_lab.harness.calibration import (
     EngineStepFit,
     LengthFit,
     RequestFit,
+    Sharing,
     Source,
     Spread,
     SyncFit,
@@ -24,6 +25,7 @@ from grpo_lab.harness.validation import cluster_of, recipe_parameters
 
 KNOWN = Calibration(
     source=Source(("truth",), {"cpus": 2}, {"longest_completion_tokens": 48}),
+    sharing=Sharing(cores=2, capacity=1.7, trainer_weight=0.5),
     engine_step=EngineStepFit(
         base_s=4e-3,
         prefill_token_s=4e-5,
@@ -31,7 +33,6 @@ KNOWN = Calibration(
         context_token_s=2e-6,
         admitted_s=2e-4,
         finished_s=1e-4,
-        trainer_slowdown=0.3,
         jitter=0.05,
         n=0,
         relative_rms=0.0,
@@ -39,7 +40,6 @@ KNOWN = Calibration(
     trainer_step=TrainerStepFit(
         base_s=0.05,
         token_s=2e-4,
-        engine_slowdown=0.0,
         computed_share=0.8,
         overhead_s=0.005,
         cv=0.02,
@@ -78,13 +78,24 @@ RECIPE = Recipe(
     name="known", prompts_per_step=6, num_generations=8, max_inflight=64, queue_capacity=32, steps=24
 )
 LARGER = dataclasses.replace(RECIPE, prompts_per_step=16, max_inflight=128, steps=14, seed=1)
+SYNCHRONOUS = dataclasses.replace(RECIPE, max_staleness=0, steps=14, seed=2)
+"""The trainer computes alone: told apart from those in company, it says what company costs."""
+
+
+UNDISTURBED = dataclasses.replace(KNOWN, sharing=Sharing(cores=8, capacity=8.0, trainer_weight=1.0))
+"""As many cores as anybody wants: every time is what the trace says."""
+
+
+def records_of(recipe: Recipe, known: Calibration = KNOWN) -> tuple[Record, ...]:
+    """As a real run would have written them: the declaration says so."""
+    return _records(recipe, known is KNOWN)
 
 
 @cache
-def records_of(recipe: Recipe) -> tuple[Record, ...]:
-    """As a real run would have written them: the declaration says so."""
-    cluster = cluster_of(recipe_parameters(recipe), KNOWN, seed=recipe.seed, steps=recipe.steps)
-    return tuple(_real(record) for record in simulate_calibrated(cluster, KNOWN))
+def _records(recipe: Recipe, disturbed: bool) -> tuple[Record, ...]:
+    known = KNOWN if disturbed else UNDISTURBED
+    cluster = cluster_of(recipe_parameters(recipe), known, seed=recipe.seed, steps=recipe.steps)
+    return tuple(_real(record) for record in simulate_calibrated(cluster, known))
 
 
 def _real(record: Record) -> Record:
@@ -93,10 +104,12 @@ def _real(record: Record) -> Record:
     return dataclasses.replace(record, event=dataclasses.replace(record.event, world="real"))
 
 
-def run_directory(path: Path, recipe: Recipe, *, steps: int | None = None) -> Path:
+def run_directory(
+    path: Path, recipe: Recipe, *, steps: int | None = None, known: Calibration = KNOWN
+) -> Path:
     """A run directory with the trace (of the first ``steps`` optimizer steps) and the recipe."""
     path.mkdir(parents=True)
-    lines = [record.to_line() for record in records_of(recipe)]
+    lines = [record.to_line() for record in records_of(recipe, known)]
     if steps is not None:
         applied = [n for n, line in enumerate(lines) if '"optimizer_step_applied"' in line]
         lines = lines[: applied[steps - 1] + 1]

@@ -10,39 +10,60 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calibrated_runs import KNOWN, LARGER, RECIPE, run_directory
+from calibrated_runs import KNOWN, LARGER, RECIPE, SYNCHRONOUS, UNDISTURBED, run_directory
 
 from grpo_lab.cli.main import main
 from grpo_lab.errors import DataError
 from grpo_lab.events import SampleCompleted
-from grpo_lab.harness.calibration import Calibration, LengthFit, to_toml
+from grpo_lab.harness.calibration import Calibration, LengthFit, Sharing, to_toml
 from grpo_lab.harness.calibration_cluster import simulate_calibrated
-from grpo_lab.harness.calibration_fits import (
-    fit_buckets,
-    fit_lengths,
-    fit_line,
-    fit_slowed,
-    fit_tail,
-    line_s,
-    within_group_correlation,
-)
+from grpo_lab.harness.calibration_contention import Company
+from grpo_lab.harness.calibration_fits import fit_buckets, fit_line, fit_work, line_s
+from grpo_lab.harness.calibration_lengths import fit_lengths, fit_tail, within_group_correlation
 from grpo_lab.harness.calibration_runs import calibrate
-from grpo_lab.harness.calibration_trace import Cumulative, Sample
+from grpo_lab.harness.calibration_trace import Sample
 from grpo_lab.harness.validation import cluster_of, recipe_parameters
+
+RECIPES = {"a": RECIPE, "b": LARGER, "c": SYNCHRONOUS}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    """Fitted on a machine of eight cores, where nobody disturbs anybody."""
     folder = tmp_path_factory.mktemp("runs")
-    return calibrate([run_directory(folder / "a", RECIPE), run_directory(folder / "b", LARGER)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_lab.harness.calibration_runs.os.cpu_count", lambda: 8)
+        return calibrate(
+            [run_directory(folder / name, recipe, known=UNDISTURBED) for name, recipe in RECIPES.items()]
+        )
+
+
+def test_finds_that_nobody_is_disturbed(found: Calibration) -> None:
+    assert found.sharing.cores == 8
+    for others in (1, 2):
+        assert found.sharing.speeds(True, others) == pytest.approx((1.0, 1.0), abs=0.08), others
+
+
+def test_finds_that_the_trainer_is_slower_in_company(tmp_path: Path) -> None:
+    """Which of capacity, weight and the worker's time it is cannot be told well: the work can."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_lab.harness.calibration_runs.os.cpu_count", lambda: 2)
+        shared = calibrate([run_directory(tmp_path / name, recipe) for name, recipe in RECIPES.items()])
+    assert shared.sharing.speeds(True, 1)[0] == pytest.approx(0.85, abs=0.15)
+    assert shared.sharing.speeds(True, 2)[0] < 0.6
+    step, known = shared.trainer_step, KNOWN.trainer_step
+    tokens = 1000.0
+    work_s = step.base_s + step.token_s * step.computed_share * tokens
+    assert work_s == pytest.approx(known.base_s + known.token_s * known.computed_share * tokens, rel=0.1)
 
 
 def test_finds_the_engine_steps_times(found: Calibration) -> None:
+    """What a request costs is not told apart into its prompt, its coming and its end: the sum is."""
     known, fitted = KNOWN.engine_step, found.engine_step
-    for name in ("base_s", "sequence_s", "trainer_slowdown"):
-        assert getattr(fitted, name) == pytest.approx(getattr(known, name), rel=0.1), name
-    for name in ("prefill_token_s", "context_token_s", "admitted_s", "finished_s"):
-        assert getattr(fitted, name) == pytest.approx(getattr(known, name), rel=0.2), name
+    for name in ("base_s", "sequence_s", "context_token_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(known, name), rel=0.15), name
+    requests_s = [one.admitted_s + one.finished_s + 10 * one.prefill_token_s for one in (fitted, known)]
+    assert requests_s[0] == pytest.approx(requests_s[1], rel=0.1)
     assert fitted.relative_rms < 0.15
     assert fitted.n > 300
 
@@ -51,15 +72,16 @@ def test_finds_the_optimizer_steps_times(found: Calibration) -> None:
     known, fitted = KNOWN.trainer_step, found.trainer_step
     # The light trainer counts completion tokens in its passes, prompts come with them.
     per_token_s = fitted.token_s * fitted.computed_share
-    assert per_token_s == pytest.approx(known.token_s * known.computed_share, rel=0.05)
-    assert fitted.base_s == pytest.approx(known.base_s, rel=0.15)
+    assert per_token_s == pytest.approx(known.token_s * known.computed_share, rel=0.1)
+    assert fitted.base_s == pytest.approx(known.base_s, rel=0.25)
+    step_s = [one.base_s + 1000 * one.token_s * one.computed_share for one in (fitted, known)]
+    assert step_s[0] == pytest.approx(step_s[1], rel=0.05)
     assert fitted.overhead_s == pytest.approx(known.overhead_s, rel=0.02)
-    assert fitted.engine_slowdown < 0.05
 
 
 def test_finds_the_workers_line_and_the_rewards_time(found: Calibration) -> None:
     for name in ("dispatch_s", "request_latency_s", "reply_s", "reply_latency_s"):
-        assert getattr(found.requests, name) == pytest.approx(getattr(KNOWN.requests, name), rel=0.02), name
+        assert getattr(found.requests, name) == pytest.approx(getattr(KNOWN.requests, name), rel=0.1), name
     assert found.reward.mean_s == pytest.approx(KNOWN.reward.mean_s, rel=0.1)
     assert found.reward.sd_s == pytest.approx(KNOWN.reward.sd_s, rel=0.2)
 
@@ -68,7 +90,7 @@ def test_finds_the_syncs_phases(found: Calibration) -> None:
     for name in ("other", "pause", "resume"):
         known, fitted = getattr(KNOWN.sync, name), getattr(found.sync, name)
         assert fitted.mean_s == pytest.approx(known.mean_s, rel=0.15), name
-        assert fitted.sd_s == pytest.approx(known.sd_s, rel=0.5), name
+        assert fitted.sd_s == pytest.approx(known.sd_s, rel=0.7), name
     # One simulated bucket stands for all: its time cannot be told from the rest, the sum can.
     buckets_s = 2 * KNOWN.sync.bucket_s + KNOWN.sync.byte_s * KNOWN.sync.nbytes
     whole_s = found.sync.transfer.mean_s + found.sync.bucket_s * found.sync.buckets
@@ -91,20 +113,21 @@ def test_survives_its_file(found: Calibration, tmp_path: Path) -> None:
     again = Calibration.load(path)
     assert again.source == found.source
     assert again.engine_step.base_s == pytest.approx(found.engine_step.base_s, rel=1e-5)
+    assert again.held_out == {}
     assert again.lengths.tokens(0.99) == found.lengths.tokens(0.99)
     assert again.sync.two_term is False
-    assert again.speeds().engine_step_s == pytest.approx(found.engine_step.base_s, rel=1e-5)
+    assert again.sharing == found.sharing
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no calibration of schema 1"),
-        ("schema = 7", "no calibration of schema 1"),
+        ("", "no calibration of schema 2"),
+        ("schema = 7", "no calibration of schema 2"),
         ("schema = ", "can be read"),
-        ("schema = 1\n[reward]\nmean_s = 1.0", "damaged"),
-        ("schema = 1\nreward = 3", "damaged"),
-        ("schema = 1\nsurprise = 3", "damaged"),
+        ("schema = 2\n[reward]\nmean_s = 1.0", "damaged"),
+        ("schema = 2\nreward = 3", "damaged"),
+        ("schema = 2\nsurprise = 3", "damaged"),
     ],
 )
 def test_refuses_what_is_no_calibration(text: str, words: str, tmp_path: Path) -> None:
@@ -120,11 +143,16 @@ def test_refuses_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_toml_of_awkward_values() -> None:
-    table = {"text": 'a "b"\n\u2028', "none": None, "tuple": (True, 2), "t": {"u": {"x": 1e-9}}}
+    table = {
+        "text": 'a "b"\n\u2028',
+        "none": None,
+        "tuple": (True, 2),
+        "t": {"u": {"x": 1e-9}, "a b.c": {"y": 2}},
+    }
     assert tomllib.loads(to_toml(table)) == {
         "text": 'a "b"\n\u2028',
         "tuple": [True, 2],
-        "t": {"u": {"x": 1e-9}},
+        "t": {"u": {"x": 1e-9}, "a b.c": {"y": 2}},
     }
 
 
@@ -160,6 +188,15 @@ def test_command_refuses_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_command_refuses_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", str(tmp_path / "nothing"), "--out", str(tmp_path / "c.toml")]) == 2
     assert "events.jsonl" in capsys.readouterr().err
+
+
+def test_command_refuses_a_place_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(run_directory(tmp_path / "run", RECIPE))
+    assert main(["calibrate", run, "--out", str(tmp_path)]) == 2
+    assert main(["calibrate", run, "--out", "/proc/self/status/c.toml"]) == 2
+    assert "a file, not a directory" in capsys.readouterr().err
 
 
 def test_refuses_runs_of_two_kinds(tmp_path: Path) -> None:
@@ -198,18 +235,30 @@ def test_single_stalls_do_not_move_the_lines_fit() -> None:
     assert fitted.reply_latency_s == pytest.approx(4e-3, rel=0.1)
 
 
-def test_a_slowdown_that_never_varies_is_not_guessed() -> None:
+def test_work_is_never_negative_and_adds_up() -> None:
     source = np.random.default_rng(3)
-    features = np.stack([np.ones(300), source.uniform(1, 50, 300)], axis=1)
-    seconds = features @ [0.01, 0.001] * 1.5
-    x, slowdown, _ = fit_slowed(features, np.full(300, 0.98), seconds)
-    assert slowdown == 0.0
-    assert x == pytest.approx([0.015, 0.0015])
-    share = (np.arange(300) % 3 == 0).astype(float)
-    x, slowdown, fitted = fit_slowed(features, share, features @ [0.01, 0.001] * (1 + 0.5 * share))
-    assert slowdown == pytest.approx(0.5)
-    assert x == pytest.approx([0.01, 0.001])
-    assert fitted.sum() == pytest.approx((features @ [0.01, 0.001] * (1 + 0.5 * share)).sum())
+    features = np.stack([np.ones(300), source.uniform(1, 50, 300), source.uniform(1, 9, 300)], axis=1)
+    x, fitted = fit_work(features, features @ [0.01, 0.001, 0.0])
+    assert x == pytest.approx([0.01, 0.001, 0.0], abs=1e-9)
+    work = features @ [0.01, 0.001, -0.0005]
+    x, fitted = fit_work(features, work)
+    assert x[2] == 0.0
+    assert fitted.sum() == pytest.approx(work.sum())
+
+
+@pytest.mark.parametrize("capacity", [1.0, 1.4, 2.0, 4.0])
+@pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
+def test_cores_are_shared_by_weight_and_none_goes_to_waste(capacity: float, weight: float) -> None:
+    sharing = Sharing(4, capacity, weight)
+    for others in range(1, 8):
+        busy = min(4, others + 1)
+        whole = 1 + (capacity - 1) * (busy - 1) / 3
+        trainer, other = sharing.speeds(True, others)
+        assert trainer + others * other == pytest.approx(whole)
+        disturbed = dataclasses.replace(sharing, trainer_disturbs=0.25).speeds(True, others)
+        assert disturbed == pytest.approx((trainer, 0.75 * other))
+        assert 0 < trainer <= other <= whole / busy + 1e-9
+    assert sharing.speeds(True, 0)[0] == sharing.speeds(False, 1)[1] == 1.0
 
 
 def test_buckets_of_two_sizes_give_two_terms_and_of_one_size_one() -> None:
@@ -251,12 +300,16 @@ def test_correlation_of_groups_is_the_copulas() -> None:
     assert within_group_correlation(samples) == pytest.approx(0.6, abs=0.05)
 
 
-def test_shares_of_time() -> None:
-    covered = Cumulative([(1.0, 2.0), (3.0, 5.0)])
-    assert covered.share([(0.0, 1.0), (0.0, 4.0), (1.5, 1.6), (4.0, 8.0)]).tolist() == pytest.approx(
-        [0.0, 0.5, 1.0, 0.25]
+def test_speed_of_a_span_is_that_of_its_company() -> None:
+    sharing = Sharing(2, 1.6, 0.5)
+    company = Company([(0.0, 10.0)], [[(2.0, 6.0)], [(4.0, 6.0), (12.0, 13.0)]])
+    alone, two, three = 1.0, 0.8, sharing.speeds(True, 2)[0]
+    found = company.speed([(0.0, 2.0), (2.0, 4.0), (0.0, 10.0), (4.0, 6.0)], sharing, trainer=True)
+    assert found == pytest.approx([alone, two, (6 * alone + 2 * two + 2 * three) / 10, three])
+    assert company.speed([(12.0, 13.0), (5.0, 6.0)], sharing) == pytest.approx(
+        [1.0, sharing.speeds(True, 2)[1]]
     )
-    assert Cumulative([]).share([(0.0, 1.0)]).tolist() == [0.0]
+    assert company.speed([], sharing).size == 0
 
 
 # -- the calibrated cluster --------------------------------------------------------------------------------

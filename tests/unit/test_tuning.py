@@ -29,7 +29,8 @@ from grpo_lab.harness.tuning import (
 )
 from grpo_lab.harness.tuning_constraints import Constraint, Objective
 from grpo_lab.harness.tuning_report import recipe_toml, verdict
-from grpo_lab.harness.validation import QUANTITIES, Figures, figures_of
+from grpo_lab.harness.validation import figures_of
+from grpo_lab.harness.validation_figures import QUANTITIES, Figures
 
 FIGURES = figures_of(records_of(RECIPE))
 FASTEST = Objective("tokens_per_s", "max")
@@ -204,7 +205,8 @@ def test_the_recommended_recipe_can_be_loaded(tmp_path: Path) -> None:
     candidates = candidates_of(RECIPE, SPACE, 100, 0)
     tuned = tune(RECIPE, candidates, evaluate, FASTEST, [])
     path = tmp_path / "tuned.toml"
-    path.write_text(recipe_toml(tuned))
+    path.write_text(recipe_toml(tuned, "not validated"))
+    assert "# not validated" in path.read_text()
     again = load_recipe(str(path))
     assert tuned.recommended is not None
     expected = dataclasses.replace(tuned.recipe_of(tuned.recommended), name="known-tuned")
@@ -248,6 +250,23 @@ def test_command_prints_a_front_and_verifies(
     assert "candidates of max_inflight, pause_mode" in said
     assert load_recipe(str(tmp_path / "best.toml")).max_inflight in (16, 64, 256)
     assert [recipe.steps for recipe in ran] == [5, 5]
+    assert "not validated: no validation found" in said
+
+
+def test_the_error_of_predictions_stands_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = {
+        "a": {"tokens_per_s": -0.041, "staleness_mean": 0.1},
+        "b": {"tokens_per_s": 0.03, "staleness_mean": -0.2},
+    }
+    dataclasses.replace(KNOWN, held_out=held_out).save(tmp_path / "c.toml")
+    out = tmp_path / "best.toml"
+    words = ["tune", "smoke", "--latency", str(tmp_path / "c.toml"), "--over", "max_inflight=64"]
+    assert main([*words, "--candidates", "1", "--out", str(out)]) == 0
+    error = "prediction error, the worst of 2 held-out runs: throughput -4.1%, mean staleness -0.20 versions"
+    assert error in " ".join(capsys.readouterr().out.split())
+    assert error in out.read_text()
 
 
 def test_command_says_when_nothing_keeps_the_constraints(
@@ -266,6 +285,9 @@ def test_command_says_when_nothing_keeps_the_constraints(
         ["--constraint", "staleness_p99=2"],
         ["--over", "learning_rate=1"],
         ["--latency", "nothing.toml"],
+        ["--out", "/"],
+        ["--out", "/proc/self/status/best.toml"],
+        ["--verify", "--runs", "/proc/self/status"],
     ],
 )
 def test_command_refuses_bad_input(words: list[str]) -> None:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import tyro
-from calibrated_runs import KNOWN, LARGER, RECIPE, records_of, run_directory
+from calibrated_runs import KNOWN, LARGER, RECIPE, SYNCHRONOUS, records_of, run_directory
 
 from experiments import prediction
 from grpo_lab.cli.main import main
 from grpo_lab.errors import DataError, GrpoLabError
+from grpo_lab.harness import validation
+from grpo_lab.harness.calibration import Calibration
 from grpo_lab.harness.calibration_runs import calibrate, load_real_run
 from grpo_lab.harness.recipe import Recipe, load_recipe
 from grpo_lab.harness.validation import (
-    Figures,
     caveats,
     cluster_of,
     compare,
@@ -24,6 +25,7 @@ from grpo_lab.harness.validation import (
     predict,
     recipe_parameters,
 )
+from grpo_lab.harness.validation_figures import Figures
 from grpo_lab.harness.validation_runs import _options, interleaved, measure, run_real
 
 HELD_OUT = dataclasses.replace(
@@ -33,9 +35,10 @@ HELD_OUT = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs to calibrate from, a held-out one, and the calibration."""
+    """Runs to calibrate from, a held-out one, and the calibration."""
     root = tmp_path_factory.mktemp("runs")
-    known = [run_directory(root / "a", RECIPE), run_directory(root / "b", LARGER)]
+    recipes = {"a": RECIPE, "b": LARGER, "c": SYNCHRONOUS}
+    known = [run_directory(root / name, recipe) for name, recipe in recipes.items()]
     run_directory(root / "held-out", HELD_OUT)
     calibrate(known).save(root / "c.toml")
     return root
@@ -58,6 +61,11 @@ def test_command_predicts_a_held_out_run(folder: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "throughput" in said
     assert "no prediction" not in said
+    # The calibration carries the error from now on.
+    known = Calibration.load(folder / "c.toml").held_out
+    assert known["held-out"]["tokens_per_s"] == pytest.approx(rows["tokens_per_s"]["relative"], rel=1e-4)
+    assert known["held-out"]["staleness_mean"] == pytest.approx(rows["staleness_mean"]["error"], rel=1e-4)
+    assert "prediction error, the worst of 1 held-out run: throughput" in " ".join(said.split())
 
 
 def test_a_wrong_calibration_shows(folder: Path) -> None:
@@ -72,8 +80,10 @@ def test_a_wrong_calibration_shows(folder: Path) -> None:
 
 
 def test_says_when_the_run_is_not_held_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Calibration.load(folder / "c.toml").held_out
     assert main(["validate", str(folder / "a"), "--latency", str(folder / "c.toml"), "--seeds", "1"]) == 0
     assert "no prediction" in capsys.readouterr().out
+    assert Calibration.load(folder / "c.toml").held_out == before
 
 
 def test_says_what_differs_from_the_calibrated_runs(folder: Path) -> None:
@@ -91,6 +101,18 @@ def test_command_refuses_a_simulated_run(folder: Path, tmp_path: Path) -> None:
     trace = path / "events.jsonl"
     trace.write_text(trace.read_text().replace('"world":"real"', '"world":"sim"', 1))
     assert main(["validate", str(path), "--latency", str(folder / "c.toml")]) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["/nowhere"], ["RUN", "--json", "/"], ["RUN", "--latency", "/nothing.toml"]]
+)
+def test_command_refuses_bad_input_before_it_predicts(
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "predict", None)
+    latency = [] if "--latency" in words else ["--latency", str(folder / "c.toml")]
+    run = [str(folder / "held-out") if word == "RUN" else word for word in words]
+    assert main(["validate", *run, *latency]) == 2
 
 
 def test_command_refuses_bad_seeds(folder: Path) -> None:
@@ -141,6 +163,30 @@ def test_measures_each_recipe_as_often_and_with_its_own_seeds(tmp_path: Path) ->
     assert ran == [("a", 0), ("b", 7), ("b", 8), ("a", 1)]
     assert [len(found[name]) for name in ("a", "b")] == [2, 2]
     assert len(told) == 4
+
+
+def test_measuring_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    def run(recipe: Recipe, out: Path) -> Path:
+        ran.append(recipe.seed)
+        path = run_directory(out / "run", RECIPE)
+        (path / "check.json").write_text(json.dumps({"violated": ["D2"]}))
+        (out / "latest").symlink_to(path)
+        return path
+
+    told: list[str] = []
+    recipes = {"a": RECIPE}
+    assert measure(recipes, 2, tmp_path, told.append, run, deadline_s=0.0) == {"a": []}
+    assert len(measure(recipes, 1, tmp_path, told.append, run, resume=True)["a"]) == 1
+    assert len(measure(recipes, 2, tmp_path, told.append, run, resume=True)["a"]) == 2
+    assert ran == [0, 1]
+    assert "measured before, broke D2" in told[1]
+
+
+def test_figures_survive_their_json() -> None:
+    figures = figures_of(records_of(RECIPE))
+    assert Figures.from_json(json.loads(json.dumps(dataclasses.asdict(figures)))) == figures
 
 
 def test_a_recipe_becomes_command_line_options(tmp_path: Path) -> None:
