@@ -20,7 +20,7 @@ from grpo_lab.events import GroupAdmitted, GroupConsumed, GroupDropped, GroupQue
 from grpo_lab.harness.run_dir import RunDir, source_commit
 from grpo_lab.ports import Recorder
 from grpo_lab.report.files import read_trace, write_report
-from grpo_lab.report.summary import summarise
+from grpo_lab.report.summary import UNCALIBRATED, summarise
 
 VIOLATED = 1
 SHOWN_VIOLATIONS = 5
@@ -175,7 +175,7 @@ def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "staleness_max_steps": ("oldest sample used", "{} optimizer steps"),
         "logprob_gap_max": ("logprob gap", "{:.1e} at equal weights"),
         "tokens_per_s": ("generated", f"{{:,.0f}} tokens/{second}"),
-        "virtual_s": ("virtual clock", "{:,.1f} s (simulated)"),
+        "virtual_s": ("virtual clock", f"{{:,.1f}} s (simulated, {UNCALIBRATED})"),
         "wall_s": ("wall clock", "{:.0f} s"),
     }
     for key, (name, form) in formats.items():

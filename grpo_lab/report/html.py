@@ -14,6 +14,7 @@ from markupsafe import Markup
 from grpo_lab.report.digest import Digest
 from grpo_lab.report.figures import charts
 from grpo_lab.report.style import Chart
+from grpo_lab.report.summary import UNCALIBRATED
 
 SECTIONS = (
     ("learning", "Learning", ("learning",)),
@@ -218,7 +219,7 @@ def _duration(digest: Digest, summary: Mapping[str, Any]) -> Tile:
     if digest.simulated:
         real = summary.get("wall_s")
         words = f"simulated in {seconds(real)}" if real is not None else "simulated"
-        return Tile("Virtual time", seconds(summary["virtual_s"]), words)
+        return Tile("Virtual time", seconds(summary["virtual_s"]), f"{words}; {UNCALIBRATED}")
     return Tile("Wall time", seconds(summary["wall_s"]), "from the first event to the last")
 
 
