@@ -65,6 +65,12 @@ def fuzz(
     ):
         if exhaustive and value != default:
             raise ConfigError(name, value, "nothing with --exhaustive, which draws no case", "Leave it out")
+    if minutes is not None and not 0 < minutes <= MAX_MINUTES:
+        raise ConfigError("minutes", minutes, f"above 0, at most {MAX_MINUTES:,}")
+    if max_examples < 1:
+        raise ConfigError("max_examples", max_examples, "an integer of at least 1")
+    if depth is not None and not 0 <= depth <= MAX_DEPTH:
+        raise ConfigError("depth", depth, f"0 to {MAX_DEPTH}: the number of schedules grows as 3**depth")
     require_place(out)
     # Imported after the arguments were read: it takes seconds, and --help should not.
     from grpo_lab.testing.search import SCENARIOS, load_coordinator, load_parts, save_all, search  # noqa: PLC0415
@@ -72,10 +78,6 @@ def fuzz(
     if scenario not in SCENARIOS:
         listed = "; ".join(f"{name} ({words})" for name, (words, _) in SCENARIOS.items())
         raise ConfigError("scenario", scenario, f"one of: {listed}")
-    if minutes is not None and not 0 < minutes <= MAX_MINUTES:
-        raise ConfigError("minutes", minutes, f"above 0, at most {MAX_MINUTES:,}")
-    if max_examples < 1:
-        raise ConfigError("max_examples", max_examples, "an integer of at least 1")
     if coordinator:
         sys.path.insert(0, str(Path.cwd()))  # as python -m would
     console = Console(highlight=False)
@@ -86,8 +88,6 @@ def fuzz(
         cases, depth = cases or "quick", 1 if depth is None else depth
         if cases not in CASES:
             raise ConfigError("cases", cases, f"one of {', '.join(CASES)}")
-        if not 0 <= depth <= MAX_DEPTH:
-            raise ConfigError("depth", depth, f"0 to {MAX_DEPTH}: the number of schedules grows as 3**depth")
         return fuzz_exhaustive(console, cases, depth, minutes or MAX_MINUTES, out, protocol, coordinator)
     parts = load_parts(coordinator)
     minutes = minutes or 1.0

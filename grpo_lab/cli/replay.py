@@ -14,7 +14,7 @@ from rich.console import Console
 from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record, field_types
 from grpo_lab.files import replacing
-from grpo_lab.report.files import write_report
+from grpo_lab.testing.failure_rows import read_row
 
 if TYPE_CHECKING:
     from grpo_lab.testing.failures import Case
@@ -53,12 +53,13 @@ def replay(
         raise ConfigError("shrink_runs", shrink_runs, "nothing without --shrink", "Leave it out")
     if shrink_runs is not None and shrink_runs < 1:
         raise ConfigError("shrink_runs", shrink_runs, "an integer of at least 1")
-    # Imported after the arguments were read: it takes seconds, and --help should not.
+    if until is not None and until < 0:
+        raise ConfigError("until", until, "the number of an event, from 0")
+    read_row(failure)
+    # Imported after the file was looked at: it takes seconds, and --help or a wrong file should not.
     from grpo_lab.testing.failures import load_case  # noqa: PLC0415
 
     case: Case = load_case(failure)
-    if until is not None and until < 0:
-        raise ConfigError("until", until, "the number of an event, from 0")
     if case.protocol:
         sys.path.insert(0, str(Path.cwd()))
     if shrink is not None:
@@ -114,6 +115,8 @@ def _write(records: list[Record], html: Path | None, trace: Path | None) -> None
     if html is not None:
         with tempfile.TemporaryDirectory(prefix="grpo-lab-replay-") as directory:
             (Path(directory) / "events.jsonl").write_text(lines, encoding="utf-8")
+            from grpo_lab.report.files import write_report  # noqa: PLC0415, slow to import
+
             page = write_report(Path(directory)).read_text(encoding="utf-8")
         with replacing(html) as temporary:
             temporary.write_text(page, encoding="utf-8")

@@ -6,7 +6,6 @@ Whatever a file holds, reading it gives a case that can be run, or ``TraceError`
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,10 +18,9 @@ from grpo_lab.sim.scenario import FAILURE_SCHEMA, Failure, Fault, Scenario, writ
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
 from grpo_lab.testing.exhaustive import ScopeFailure, shrunk
+from grpo_lab.testing.failure_rows import read_row
 from grpo_lab.testing.scopes import Scope, run_scope
 from grpo_lab.testing.search import load_coordinator, load_parts, with_short_tape
-
-LARGEST_FILE_BYTES = 64 << 20
 
 
 class Case(Protocol):
@@ -103,10 +101,8 @@ def load_case(path: Path) -> ClusterCase | ScopeCase:
     """Raises ``TraceError`` for a file that is missing, damaged, of another schema or with a value that no
     run can have.
     """
-    row = _read(path)
-    schema = row.get("schema")
-    if type(schema) is not int:
-        raise TraceError(f"{path}: not a failure file; it has no schema number")
+    row = read_row(path)
+    schema = row["schema"]
     if not 1 <= schema <= FAILURE_SCHEMA:
         raise TraceError(f"{path}: schema {schema}; this version reads up to {FAILURE_SCHEMA}, from 1 on")
     try:
@@ -119,20 +115,6 @@ def load_case(path: Path) -> ClusterCase | ScopeCase:
         raise TraceError(f"{path}: damaged: {error}") from error
     except KeyError as error:
         raise TraceError(f"{path}: damaged: it has no {error}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        if size > LARGEST_FILE_BYTES:
-            raise TraceError(f"{path}: {size:,} bytes; a failure file has at most {LARGEST_FILE_BYTES:,}")
-        row = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
-    except (OSError, ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: no failure file can be read: {error}") from error
-    if not isinstance(row, dict):
-        raise TraceError(f"{path}: not a failure file; it has no schema number")
-    return row
 
 
 def _cluster_case(row: dict[str, Any]) -> ClusterCase:

@@ -30,6 +30,12 @@ WORDS = {
     "no such recipe": ("run", "nothing"),
     "a run into a file": ("run", "smoke", "--out", "README.md/x"),
     "no model": ("run", "smoke", "--model", "nowhere"),
+    "no failure file": ("replay", "nowhere.json"),
+    "TOML for a failure file": ("replay", "pyproject.toml"),
+    "an event before the first": ("replay", "nowhere.json", "--until", "-1"),
+    "a search of no minutes": ("fuzz", "--minutes", "nan"),
+    "a search of no clusters": ("fuzz", "--max-examples", "0"),
+    "too deep a search": ("fuzz", "--exhaustive", "--depth", "99"),
     "no reward module": ("run", "smoke", "--reward", "no_such_module_here:f"),
 }
 

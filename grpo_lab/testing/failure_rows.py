@@ -1,0 +1,33 @@
+"""The JSON of a failure file, judged before anything that is slow to import."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.errors import TraceError
+
+LARGEST_FILE_BYTES = 64 << 20
+
+
+def read_row(path: Path) -> dict[str, Any]:
+    """Raises ``TraceError`` for what is no JSON object with a schema number."""
+    row = _read(path)
+    if type(row.get("schema")) is not int:
+        raise TraceError(f"{path}: not a failure file; it has no schema number")
+    return row
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_FILE_BYTES:
+            raise TraceError(f"{path}: {size:,} bytes; a failure file has at most {LARGEST_FILE_BYTES:,}")
+        row = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
+    except (OSError, ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: no failure file can be read: {error}") from error
+    if not isinstance(row, dict):
+        raise TraceError(f"{path}: not a failure file; it has no schema number")
+    return row
