@@ -79,6 +79,8 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bo
         json: also write the result to this file.
         follow: the run still goes on: show violations as they happen, until it ends or Ctrl-C.
     """
+    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
+        raise UserError(f"--json {json}: cannot be written. Name a file in a directory that is there")
     if follow:
         _follow(path)
     result = check_trace(path)

@@ -30,6 +30,13 @@ WORDS = {
     "no such recipe": ("run", "nothing"),
     "a run into a file": ("run", "smoke", "--out", "README.md/x"),
     "no model": ("run", "smoke", "--model", "nowhere"),
+    "a result into no folder, of a run that goes on": (
+        "check",
+        "grpo_lab",
+        "--follow",
+        "--json",
+        "nowhere/x.json",
+    ),
     "no failure file": ("replay", "nowhere.json"),
     "TOML for a failure file": ("replay", "pyproject.toml"),
     "an event before the first": ("replay", "nowhere.json", "--until", "-1"),
