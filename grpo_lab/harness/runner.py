@@ -163,7 +163,9 @@ def _refuse_bad_input(recipe: Recipe) -> None:
     dataset = load_training_data(recipe)
     if "prompt" in dataset.column_names:
         reward_functions(recipe, dataset.column_names)
-    trainer_config(recipe, RunDir(recipe.out), ["http://127.0.0.1:1"])
+    # As one rank: how a step is split is judged in the ranks, which know how many they are.
+    together = dataclasses.replace(recipe, trainer_ranks=1)
+    trainer_config(together, RunDir(recipe.out), ["http://127.0.0.1:1"])
 
 
 def _attempt(

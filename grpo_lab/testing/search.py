@@ -186,7 +186,7 @@ def load_parts(protocol: str) -> Parts:
     mutant = find(mutant_id)
     if not isinstance(mutant.fixture, Clusters):
         raise ConfigError(
-            "mutant", mutant_id, f"one of a whole cluster, and it is one of {mutant.fixture.name}"
+            "coordinator", protocol, f"one of a whole cluster, and it is one of {mutant.fixture.name}"
         )
     return Parts(**{**mutant.fixture.environment, **mutant.planted})
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.errors import ConfigError, ModelError
+from grpo_lab.harness import runner
 from grpo_lab.harness.recipe import RECIPES, recipe_with
 from grpo_lab.harness.refusals import refuse_at_a_glance, require_place
 
@@ -89,3 +90,8 @@ def test_a_place_must_be_a_directory_or_below_one(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "x" / "y", Path("/dev/null")):
         with pytest.raises(ConfigError, match="expected a directory"):
             require_place(place)
+
+
+def test_ranks_may_share_a_group(tmp_path):
+    """What is looked at before there are ranks must not take one of them for all."""
+    runner._refuse_bad_input(recipe(trainer_ranks=4, prompts_per_step=2, num_generations=2, out=tmp_path))
