@@ -49,6 +49,7 @@ _ACTS: tuple[type[Event], ...] = (
     WeightsLoaded,
     WeightsPublished,
 )
+_KEPT_ORDERS = 2  # the newest generation, and the one before for a rank that is late
 _MAX_AHEAD = 4096  # collectives that a rank may be behind before what it should have entered is forgotten
 
 
@@ -90,6 +91,9 @@ class TheDeadDoNotAct(Rule):
         self.count(len(self._dead))
 
 
+_Generation = tuple[int, int]  # a view, and how often a rank has begun anew in it
+
+
 @dataclass(slots=True)
 class _Order:
     """The collectives that some rank has entered since ``first``, in the order in which it did."""
@@ -100,7 +104,8 @@ class _Order:
 
 class OneOrderOfCollectives(Rule):
     """Every rank enters the same collectives of the same groups in the same order: the n-th of one rank is
-    the n-th of all. A rank that counts a group from 0 again is a new process, and begins a new order.
+    the n-th of all, within a view. A rank that counts a group from 0 again is a new process, and begins a
+    new order. (By the view first: of two ranks that die together only one may have entered anything.)
 
     None enters a collective of a view that another rank has already left for a newer one.
     """
@@ -110,8 +115,8 @@ class OneOrderOfCollectives(Rule):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._orders: dict[int, _Order] = {}  # generation -> order
-        self._places: dict[int, tuple[int, int]] = {}  # rank -> generation, collectives entered
+        self._orders: dict[_Generation, _Order] = {}
+        self._places: dict[int, tuple[_Generation, int]] = {}  # of a rank; collectives entered
         self._last: dict[int, dict[str, int]] = {}  # rank -> group -> index
         self._views: dict[str, tuple[int, int, str]] = {}  # group -> newest view, rank, event
 
@@ -119,10 +124,14 @@ class OneOrderOfCollectives(Rule):
     def entered(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, CollectiveEntered)
-        generation, place = self._places.get(event.rank, (0, 0))
+        generation, place = self._places.get(event.rank, ((event.view, 0), 0))
         last = self._last.setdefault(event.rank, {})
-        if event.index <= last.get(event.group, -1):
-            generation, place = generation + 1, 0
+        view, restarts = generation
+        if event.view != view:
+            generation, place = (event.view, 0), 0
+            last.clear()
+        elif event.index <= last.get(event.group, -1):
+            generation, place = (view, restarts + 1), 0
             last.clear()
         last[event.group] = event.index
         self._places[event.rank] = (generation, place + 1)
@@ -142,7 +151,9 @@ class OneOrderOfCollectives(Rule):
         else:
             self._views[event.group] = (event.view, event.rank, record.id)
 
-    def _judge_order(self, event: CollectiveEntered, record: Record, generation: int, place: int) -> None:
+    def _judge_order(
+        self, event: CollectiveEntered, record: Record, generation: _Generation, place: int
+    ) -> None:
         order = self._orders.setdefault(generation, _Order())
         if place >= order.first + len(order.entered):
             order.entered.append((event.group, event.operation, event.rank, record.id))
@@ -159,7 +170,7 @@ class OneOrderOfCollectives(Rule):
         while len(order.entered) > _MAX_AHEAD:
             order.entered.popleft()
             order.first += 1
-        for old in [old for old in self._orders if old < generation - 1]:
+        for old in sorted(self._orders)[:-_KEPT_ORDERS]:
             del self._orders[old]
 
 

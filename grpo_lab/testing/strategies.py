@@ -33,6 +33,7 @@ from grpo_lab.sim.tape import PctTape, Tape, pct_tape, random_tape
 
 _DURATIONS_S = st.sampled_from((0.5, 2.0, 8.0, 25.0, 70.0))
 _OCCURRENCES = st.integers(1, 6)
+_LONGEST_WAY_S = 0.6  # of a message; a sync over slower links does not end within the bounds of its phases
 _TRAINER_CALLS = tuple(call for call in ENGINE_CALLS if call != "generate")
 
 
@@ -96,7 +97,7 @@ def delays() -> st.SearchStrategy[dict[str, Any]]:
             "context_token_s": st.sampled_from((0.0, 0.0, 1e-3)),
             "bandwidth_bytes_s": st.sampled_from((1e7, 1e5, 5e3)),
         }
-    )
+    ).filter(lambda drawn: drawn["network_s"] * (1 + drawn["jitter"]) <= _LONGEST_WAY_S)
 
 
 def faults(engines: int, trainer_ranks: int = 1) -> st.SearchStrategy[tuple[Fault, ...]]:

@@ -238,6 +238,18 @@ def collectives(*entered: tuple[int, str, int, str, int]) -> Trace:
         ([(0, "a", 0, "gather", 0), (1, "a", 0, "barrier", 0)], {"S29"}),
         ([(0, "a", 0, "gather", 0), (0, "b", 0, "gather", 0), (1, "b", 0, "gather", 0)], {"S29"}),
         ([(0, "a", 0, "gather", 1), (0, "a", 1, "gather", 2), (1, "a", 0, "gather", 1)], {"S29"}),
+        # Of two ranks that die together one has entered nothing yet; the next view goes its own way.
+        (
+            [
+                (1, "a", 0, "agree", 1),
+                (1, "a", 0, "agree", 2),
+                (0, "a", 0, "agree", 2),
+                (0, "a", 0, "gather", 3),
+                (1, "a", 0, "gather", 3),
+            ],
+            set(),
+        ),
+        ([(1, "a", 0, "agree", 1), (0, "a", 0, "gather", 2), (1, "a", 0, "agree", 2)], {"S29"}),
         # Both ranks start again.
         (
             [
