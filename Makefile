@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
+# Of a real vLLM, see make/vllm.mk. Here because prerequisites are expanded where they are read.
+VENV_VLLM  := .venv-vllm
+STAMP_VLLM := $(VENV_VLLM)/.stamp
 
 .PHONY: help venv demo test lint nightly clean
 .DEFAULT_GOAL := help

