@@ -71,6 +71,8 @@ async def served_model(http: httpx.AsyncClient) -> str:
         raise EngineError(f"{http.base_url}: /v1/models names no model: {response.text[:200]}") from error
 
 
+ANSWER_S = 600.0  # bound of a connection that is opened and of an answer, as of an httpx client
+
 Post = Callable[[JsonDict], Awaitable[tuple[int, str]]]
 """Sends a body to /v1/completions; the answer's status and text."""
 
@@ -83,18 +85,20 @@ async def connection(url: str) -> AsyncIterator[Post]:
     server needs.
     """
     address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    async with asyncio.timeout(ANSWER_S):
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
 
     async def post(body: JsonDict) -> tuple[int, str]:
         content = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + content)
-        status, *fields = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
-        lengths = [int(field.partition(":")[2]) for field in fields if field.startswith("content-length:")]
-        if len(lengths) != 1:
-            raise EngineError(f"{url}: an answer without its length: {status}")
-        return int(status.split()[1]), (await reader.readexactly(lengths[0])).decode()
+        async with asyncio.timeout(ANSWER_S):
+            writer.write(head.encode() + content)
+            status, *fields = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+            lengths = [int(text.partition(":")[2]) for text in fields if text.startswith("content-length:")]
+            if len(lengths) != 1:
+                raise EngineError(f"{url}: an answer without its length: {status}")
+            return int(status.split()[1]), (await reader.readexactly(lengths[0])).decode()
 
     try:
         yield post
