@@ -2,6 +2,7 @@
 
 import pytest
 
+from grpo_lab.errors import InvariantViolation
 from grpo_lab.sim.scenario import Fault, Scenario
 from grpo_lab.sim.world import simulate
 
@@ -51,3 +52,34 @@ def test_a_finish_that_comes_between_the_question_and_the_abandon_is_noticed(lat
     outcome = simulate(scenario).value
     assert (outcome.optimizer_steps, outcome.faults) == (3, 1)
     assert outcome.marks["engine-fenced"] == 1
+
+
+@pytest.mark.xfail(strict=True, raises=InvariantViolation, reason="open: nobody knows what the engine holds")
+def test_what_a_dead_trainer_had_finished_is_not_served_after_the_next_one_gave_its_first_sync_up():
+    """S3: t2.v2 was finished but not committed; the next term's first pause is refused, the sync is aborted
+    before it has touched the engine, and the engine is resumed.
+    """
+    faults = (
+        Fault("refuse", "engine-0", "pause", 3, duration_s=0.5),
+        Fault("crash_after", "trainer", "finish_update", 2, duration_s=0.5),
+        Fault("crash_before", "trainer", "agree", 1, duration_s=0.5),
+    )
+    scenario = Scenario(
+        engines=1,
+        slots=1,
+        steps=4,
+        prompts_per_step=1,
+        generations=1,
+        max_inflight=1,
+        queue_capacity=1,
+        max_staleness=0,
+        mean_tokens=4,
+        max_tokens=4,
+        trainer_ranks=2,
+        cache_outputs=True,
+        network_s=0.0,
+        jitter=0.0,
+        ring_slots=3,
+        faults=faults,
+    )
+    simulate(scenario)
