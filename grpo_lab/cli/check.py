@@ -16,6 +16,7 @@ from rich.table import Table
 from grpo_lab.check import Checker, CheckResult, RuleResult, Violation, check_trace, read_parts
 from grpo_lab.check.follow import FIRST_FILE_S, await_parts, parts_directory
 from grpo_lab.check.follow import follow as follow_trace
+from grpo_lab.cli.outputs import why_unwritable
 from grpo_lab.errors import TraceError, UserError
 from grpo_lab.events import (
     EngineAdmitted,
@@ -79,7 +80,7 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bo
         json: also write the result to this file.
         follow: the run still goes on: show violations as they happen, until it ends or Ctrl-C.
     """
-    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
+    if json is not None and why_unwritable(json):
         raise UserError(f"--json {json}: cannot be written. Name a file in a directory that is there")
     if follow:
         _follow(path)

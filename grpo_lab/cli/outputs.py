@@ -9,16 +9,23 @@ from pathlib import Path
 PLOT_KINDS = (".svg", ".png", ".pdf")
 
 
+def why_unwritable(path: Path) -> str:
+    """Why a file could not be written there; empty when it could be. Makes nothing."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        return f"{str(path)!r} is a directory; name a file"
+    if not folder.is_dir():
+        return f"cannot write {str(path)!r}: there is no directory {str(folder)!r}"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"cannot write {str(path)!r}: {str(folder)!r} is not writable"
+    return ""
+
+
 def output_file(text: str) -> Path:
     """An argparse `type`: a path that can be written to, or the parser's error (exit code 2)."""
     path = Path(text)
-    folder = path.absolute().parent
-    if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a directory; name a file")
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: there is no directory {str(folder)!r}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {str(folder)!r} is not writable")
+    if reason := why_unwritable(path):
+        raise argparse.ArgumentTypeError(reason)
     return path
 
 
