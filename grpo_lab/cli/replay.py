@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import tyro
 from rich.console import Console
 
+from grpo_lab.cli.outputs import why_unwritable
 from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record, field_types
 from grpo_lab.files import replacing
@@ -81,8 +81,7 @@ def _shrunk(case: Case, target: Path, max_runs: int) -> Case:
     smaller = case.with_short_tape(max_runs)
     smaller.save(target)
     before, after = (
-        f"{sum(1 for choice in choices if choice)} of {len(choices)}"
-        for choices in (case.failure.tape.choices, smaller.failure.tape.choices)
+        f"{tape.unusual} of {len(tape.choices)}" for tape in (case.failure.tape, smaller.failure.tape)
     )
     print(f"choices other than first in, first out: {before}; now {after}: {target}")  # noqa: T201
     return smaller
@@ -90,8 +89,7 @@ def _shrunk(case: Case, target: Path, max_runs: int) -> Case:
 
 def _require_file(place: Path) -> None:
     """Before the work: a file in a directory that is there."""
-    folder = place.absolute().parent
-    if place.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if why_unwritable(place):
         raise ConfigError("file", str(place), "one in a directory that is there and can be written to")
 
 

@@ -66,6 +66,15 @@ class Tape:
         """Choices that the tape can make."""
         return len(self.choices)
 
+    @property
+    def unusual(self) -> int:
+        """Choices that are not first in, first out.
+
+        >>> Tape([0, 5, 0, 1]).unusual
+        2
+        """
+        return sum(1 for choice in self.choices if choice)
+
     def choose(self, lanes: Sequence[Hashable]) -> int:
         """Index into ``lanes`` (a task, or a callback's handle, each) of the one that runs next."""
         position = len(self.asked)

@@ -59,7 +59,7 @@ class Shrunk:
     runs: int
 
     def __str__(self) -> str:
-        unusual, left = unusual_of(self.before), unusual_of(self.after)
+        unusual, left = self.before.unusual, self.after.unusual
         return (
             f"schedule: {unusual} of its {len(self.before.choices)} choices were not first in, first out; "
             f"{left} of {len(self.after.choices)} after {self.runs} runs"
@@ -150,12 +150,7 @@ def size_of(failure: Failure) -> tuple[int, int, int, int, int]:
     """What counts as small: faults, engines, steps, choices that are not first in first out, samples."""
     scenario = failure.scenario
     samples = scenario.prompts_per_step * scenario.generations
-    return (len(scenario.faults), scenario.engines, scenario.steps, unusual_of(failure.tape), samples)
-
-
-def unusual_of(tape: Tape) -> int:
-    """Choices of the tape that are not first in, first out."""
-    return sum(1 for choice in tape.choices if choice)
+    return (len(scenario.faults), scenario.engines, scenario.steps, failure.tape.unusual, samples)
 
 
 def load_coordinator(name: str) -> CoordinatorType:

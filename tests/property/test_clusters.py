@@ -27,7 +27,6 @@ from grpo_lab.testing.search import (
     run_with,
     save_all,
     search,
-    unusual_of,
 )
 from grpo_lab.testing.strategies import churn, clusters, tapes
 
@@ -130,7 +129,7 @@ def test_a_race_that_first_in_first_out_never_shows_is_found_made_small_and_repl
     failure = load_case(path).failure
     assert failure.rule in {"S16", "S7"}
     assert 1 <= after <= 5 < before
-    assert unusual_of(failure.tape) == after
+    assert failure.tape.unusual == after
 
     traces = []
     for number in range(2):
@@ -151,11 +150,11 @@ def test_a_replayed_failure_can_be_made_small(tmp_path, capsys):
     failure.save(large)
     assert main(["replay", str(large), "--shrink", str(small)]) == 1
     said = capsys.readouterr().out
-    assert f"{unusual_of(failure.tape)} of {len(failure.tape.choices)}; now " in said
+    assert f"{failure.tape.unusual} of {len(failure.tape.choices)}; now " in said
     assert "exactly as in the file" in said
     shrunk = load_case(small).failure
     assert shrunk.rule == failure.rule
-    assert 1 <= unusual_of(shrunk.tape) <= 5 < unusual_of(failure.tape)
+    assert 1 <= shrunk.tape.unusual <= 5 < failure.tape.unusual
 
 
 @pytest.mark.parametrize(

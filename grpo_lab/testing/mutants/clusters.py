@@ -58,9 +58,8 @@ class Clusters:
 
     def size(self, case: Case) -> tuple[int, ...]:
         scenario, tape = case
-        unusual = sum(1 for choice in tape.canonical().choices if choice)
         samples = scenario.prompts_per_step * scenario.generations
-        return (len(scenario.faults), scenario.engines, scenario.steps, unusual, samples)
+        return (len(scenario.faults), scenario.engines, scenario.steps, tape.canonical().unusual, samples)
 
     def smaller(self, case: Case, fails: Callable[[Case], bool]) -> Case:
         scenario, tape = case

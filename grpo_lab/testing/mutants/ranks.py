@@ -141,8 +141,8 @@ class TrainerRanks:
         return None
 
     def size(self, case: RankCase) -> tuple[int, ...]:
-        unusual = sum(1 for choice in case.tape.canonical().choices if choice)
-        return (case.size, case.failing >= 0, sum(1 for delay in case.delays_s if delay), unusual)
+        late = sum(1 for delay in case.delays_s if delay)
+        return (case.size, case.failing >= 0, late, case.tape.canonical().unusual)
 
     def smaller(self, case: RankCase, fails: Callable[[RankCase], bool]) -> RankCase:
         plain = dataclasses.replace(case, tape=Tape())
