@@ -6,36 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import trace_builder
+
 from grpo_lab import events as ev
 from grpo_lab.events import Event, Record
 from grpo_lab.recorders import ListRecorder
 
 PARAMETERS: dict[str, Any] = {
-    "max_staleness": 1,
-    "max_staleness_steps": None,
-    "weight_sync_steps": 1,
+    **trace_builder.PARAMETERS,
     "staleness_policy": "admission",
-    "window": 1,
     "groups_per_step": 2,
-    "num_generations": 2,
     "queue_capacity": 8,
-    "ring_slots": 2,
     "max_inflight_tasks": 16,
-    "pause_mode": "keep",
-    "clear_cache": True,
-    "scope": "global",
-    "min_engines": 1,
-    "sync_attempts": 3,
-    "logprob_tolerance": 1e-4,
-    "batch_invariant": False,
-    "heartbeat_stale_after_s": 60.0,
-    "liveness_bound_s": 120.0,
-    "initial_version": 1,
-    "final_sync": False,
 }
-ABLE = dict.fromkeys(
-    ("staged", "hashes", "token_versions", "term_fencing", "score_while_paused", "events"), True
-)
+ABLE = trace_builder.CAPABILITIES
 STOCK = {**dict.fromkeys(ABLE, False), "token_versions": True}
 NBYTES = (1000, 600)
 TOKENS = 8
