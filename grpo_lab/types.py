@@ -53,6 +53,11 @@ class SyncId:
             raise ValueError(f"{text!r} is not a sync identity of the form t<term>.v<version>.a<attempt>")
         return cls(*(int(number) for number in match.groups()))
 
+    @staticmethod
+    def fits(text: str) -> bool:
+        """Whether ``parse`` takes it: the label of weights that came by a sync, not from a disk."""
+        return _SYNC_ID.fullmatch(text) is not None
+
     @property
     def weights(self) -> tuple[int, int]:
         """(term, version): all attempts of a sync carry the same weights."""

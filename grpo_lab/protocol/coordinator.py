@@ -267,7 +267,7 @@ class Coordinator:
     def _commit(self) -> None:
         self.committed = self._sync.version
         self._moved = True
-        self._set.newcomers.clear()
+        self._set.all_committed()
         if self.is_sender:
             self._recorder.emit(
                 VersionCommitted(

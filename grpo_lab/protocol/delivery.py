@@ -232,7 +232,7 @@ class Delivery:
         )
         failures: list[GrpoLabError] = []
         asked = [engine for engine in self._set.view if engine.name in answers]
-        held_by = await asyncio.gather(*map(self._held_by, asked))
+        held_by = await asyncio.gather(*map(self.held_by, asked))
         self.proved.update(name for name in self._set.names if name not in answers)
         for engine, held in zip(asked, held_by, strict=True):
             error = answers[engine.name]
@@ -246,7 +246,7 @@ class Delivery:
                 self.loaded.discard(engine.name)
         return failures
 
-    async def _held_by(self, engine: Engine) -> str | None:
+    async def held_by(self, engine: Engine) -> str | None:
         """What the engine says it holds; None when it does not say. Decides after a lost reply."""
         try:
             return await bounded(engine.weight_info(), self._limits.resume_s, f"weight_info of {engine.name}")

@@ -67,7 +67,7 @@ class EngineActions:
                 failures |= await self._pause(restarted, sync)
             for name, error in failures.items():
                 if name in self._set.newcomers:  # nobody sends it anything
-                    self._set.fence(name, f"could not be paused: {error}", sync)
+                    self._set.fence(name, f"could not be paused: {error}", sync, until_next_sync=True)
                 elif name not in self._set.fenced:
                     raise error
         self._set.require_enough()
@@ -101,7 +101,8 @@ class EngineActions:
         """
         restarted = await self._set.look(self._set.view, self._limits.look_s, sync)
         for name, error in (await self._pause(restarted, sync)).items():
-            self._set.fence(name, f"restarted, and could not be paused: {error}", sync)
+            reason = f"restarted, and could not be paused: {error}"
+            self._set.fence(name, reason, sync, until_next_sync=True)
         if not self._delivery.is_joined:
             raise SyncError(f"{sync}: an engine that had joined could not be paused")
 
@@ -133,11 +134,14 @@ class EngineActions:
             self._set.fence(name, f"could not load and prove {sync}", sync)
 
     async def return_to_previous(self, why: str, sync: SyncId) -> None:
-        """What is staged is dropped, who may hold the new version is fenced."""
+        """What is staged is dropped, who may hold anything else than the previous version is fenced."""
         self._set.fence_newcomers(f"{sync} {why}: no weights yet", sync, self._delivery.loaded)
-        if not self._delivery.started:
-            return
-        self._delivery.started = False
+        if self._delivery.started:
+            self._delivery.started = False
+            await self._drop(why, sync)
+        await self._fence_heirs(why, sync)
+
+    async def _drop(self, why: str, sync: SyncId) -> None:
         for engine in self._set.view:
             if engine.name in self._delivery.loaded or not engine.capabilities.staged:
                 self._set.fence(engine.name, f"{sync} {why}: weights uncertain", sync)
@@ -146,6 +150,17 @@ class EngineActions:
         )
         for name, error in failures.items():
             self._set.fence(name, f"could not drop {sync}: {error}", sync)
+
+    async def _fence_heirs(self, why: str, sync: SyncId) -> None:
+        """Before a term's first commit there is no previous version of its own to return to. An engine that
+        holds weights of an earlier term may hold some that were never committed: it waits for the next sync.
+        """
+        heirs = [engine for engine in self._set.view if engine.name in self._set.inherited]
+        held_by = await asyncio.gather(*map(self._delivery.held_by, heirs))
+        for engine, held in zip(heirs, held_by, strict=True):
+            if held is None or SyncId.fits(held):
+                reason = f"{sync} {why}: it holds {held or 'nobody knows what'}, not of this term"
+                self._set.fence(engine.name, reason, sync, until_next_sync=True)
 
     async def resume(self, sync: SyncId) -> None:
         """Raises ``SyncError`` when too few engines came back."""

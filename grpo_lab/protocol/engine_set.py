@@ -19,8 +19,9 @@ class EngineSet:
     """The *view* is the set of engines that must prove the next version; a fenced one has left it.
 
     FENCED is left only by a restart and a full sync: ``look`` admits an engine that says another start id
-    than the one it was fenced under, that was never met before, or that holds nothing that could be wrong.
-    ``newcomers`` were admitted that way and hold no committed weights yet.
+    than the one it was fenced under, that was never met before, or that was fenced only until the next sync.
+    ``newcomers`` were admitted that way and hold no committed weights yet; ``inherited`` are those that were
+    there when the term began: what they hold, an earlier term has left, and perhaps never committed.
     """
 
     def __init__(self, engines: Sequence[Engine], recorder: Recorder, min_engines: int) -> None:
@@ -33,8 +34,9 @@ class EngineSet:
         self.view_number = 0
         self.fenced: dict[str, str] = {}
         self.newcomers: list[str] = []
+        self.inherited: tuple[str, ...] = ()
         self._starts: dict[str, str] = {}  # start ids of the engines that were met
-        self._blank: set[str] = set()  # fenced engines that hold nothing
+        self._until_next_sync: set[str] = set()  # fenced engines that it takes in again
 
     @property
     def all(self) -> tuple[Engine, ...]:
@@ -54,10 +56,12 @@ class EngineSet:
         self.view_number += 1
         self._recorder.emit(ViewChanged(view=self.view_number, members=self.names))
 
-    def fence(self, name: str, reason: str, sync: SyncId) -> None:
+    def fence(self, name: str, reason: str, sync: SyncId, *, until_next_sync: bool = False) -> None:
         """Takes the engine out of service. The rest goes on under a new view."""
         if name in self.fenced:
             return
+        if until_next_sync:
+            self._until_next_sync.add(name)
         self.fenced[name] = reason
         if name in self.newcomers:
             self.newcomers.remove(name)
@@ -72,9 +76,12 @@ class EngineSet:
         them in again, apart from those that are ``uncertain``: the others hold nothing.
         """
         for name in tuple(self.newcomers):
-            self.fence(name, reason, sync)
-            if name not in uncertain:
-                self._blank.add(name)
+            self.fence(name, reason, sync, until_next_sync=name not in uncertain)
+
+    def all_committed(self) -> None:
+        """Every engine of the view holds what this term has committed."""
+        self.newcomers.clear()
+        self.inherited = ()
 
     async def look(self, members: Sequence[Engine], limit_s: float, sync: SyncId) -> tuple[Engine, ...]:
         """Asks which start of its process each is; admits and returns those that hold nothing any more."""
@@ -89,7 +96,8 @@ class EngineSet:
         return tuple(found)
 
     async def meet(self, limit_s: float, sync: SyncId) -> None:
-        """The first look at the engines of the view."""
+        """The first look of a term at the engines of the view."""
+        self.inherited = self.names
         answers = await asyncio.gather(*(_start_of(engine, limit_s) for engine in self.view))
         for name, start in zip(self.names, answers, strict=True):
             if start is not None:
@@ -97,11 +105,11 @@ class EngineSet:
 
     def _is_new(self, name: str, start: str) -> bool:
         known = self._starts.get(name)
-        return name in self._blank or known is None or start not in ("", known)
+        return name in self._until_next_sync or known is None or start not in ("", known)
 
     def _admit(self, name: str, start: str, sync: SyncId) -> None:
         self._starts[name] = start
-        self._blank.discard(name)
+        self._until_next_sync.discard(name)
         self._recorder.emit(EngineAdmitted(engine=name, start=start, term=sync.term, version=sync.version))
         if self.fenced.pop(name, None) is not None:
             self.declare_view()
@@ -114,7 +122,7 @@ class EngineSet:
 
         ``soon``: engines count too that only wait for the next sync.
         """
-        if len(self.view) + (len(self._blank) if soon else 0) < self._min_engines:
+        if len(self.view) + (len(self._until_next_sync) if soon else 0) < self._min_engines:
             lost = "; ".join(f"{name}: {reason}" for name, reason in self.fenced.items())
             raise SyncError(
                 f"{len(self.view)} engines are left, min_engines is {self._min_engines}. Lost: {lost}"

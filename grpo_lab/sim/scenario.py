@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -238,6 +239,11 @@ class Scenario:
         context_tokens = self.slots * (self.max_tokens + self.prompt_tokens)
         step_s = self.token_s * (1 + SEQUENCE_SHARE * self.slots) + self.context_token_s * context_tokens
         return self.max_tokens * step_s * (1 + self.step_jitter)
+
+    @property
+    def longest_drain_s(self) -> float:
+        """Until an engine that got every request of the worker has answered them all."""
+        return math.ceil(self.max_inflight / self.slots) * self.longest_sample_s
 
     @property
     def bound(self) -> StalenessBound:

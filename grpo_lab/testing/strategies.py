@@ -10,11 +10,13 @@ with few faults and an almost empty tape.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hypothesis import strategies as st
 
 from grpo_lab.protocol.admission import StalenessBound
+from grpo_lab.sim.light_trainer import LIMITS
 from grpo_lab.sim.scenario import (
     BUCKET_CALL,
     BUCKET_FAULTS,
@@ -150,7 +152,7 @@ def clusters(*, with_faults: bool = True) -> st.SearchStrategy[Scenario]:
 def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
     engines = draw(st.integers(1, 3))
     ranks = draw(st.sampled_from((1, 1, 1, 2, 3)))
-    return Scenario(
+    scenario = Scenario(
         engines=engines,
         trainer_ranks=ranks,
         slots=draw(st.integers(1, 6)),
@@ -176,6 +178,9 @@ def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
         **draw(workloads()),
         **draw(delays()),
     )
+    if scenario.pause_mode == "wait" and scenario.longest_drain_s > LIMITS.pause_s:
+        return dataclasses.replace(scenario, pause_mode="keep")  # no pause of it could end within its bound
+    return scenario
 
 
 def churn() -> st.SearchStrategy[Scenario]:
