@@ -7,7 +7,7 @@ Three words are never mixed: the trainer *publishes* version v; an engine has *l
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
@@ -88,7 +88,7 @@ class Bucket:
 
     index: int
     slot: int
-    memory: memoryview
+    memory: memoryview = field(repr=False)  # an address in an error's text would differ from run to run
     nbytes: int
     hash64: int
 

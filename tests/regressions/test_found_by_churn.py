@@ -2,6 +2,7 @@
 
 import pytest
 
+from grpo_lab.events import Record
 from grpo_lab.sim.scenario import Fault, Scenario
 from grpo_lab.sim.world import simulate
 
@@ -39,6 +40,17 @@ def test_a_rank_that_is_late_for_a_gather_agrees_after_it():
     outcome = simulate(scenario).value
     assert (outcome.optimizer_steps, outcome.faults) == (1, 1)
     assert outcome.check.of("S29").evaluations > 0
+
+
+def test_no_event_of_a_bucket_that_came_twice_holds_an_address():
+    """Two runs wrote different bytes: the refusal of the bucket named the place of its memory."""
+    records: list[Record] = []
+    simulate(
+        Scenario(engines=1, steps=2, faults=(Fault("repeat", "engine-0", "bucket", 4),)), records=records
+    )
+    texts = [str(record.event) for record in records]
+    assert any("the sender began with Bucket(" in text for text in texts)
+    assert not [text for text in texts if " at 0x" in text]
 
 
 @pytest.mark.parametrize("late_s", [10.03, 10.05, 10.08, 10.1])
