@@ -70,6 +70,102 @@ def test_an_allocator_that_warms_up_is_no_leak():
     assert warming.evaluated("D2") == 1
 
 
+# MiB after each sync of a trainer without a leak: `run quickstart` on two cores, 80 steps.
+TRAINER_MIB = (
+    670,
+    679,
+    678,
+    694,
+    706,
+    725,
+    717,
+    730,
+    740,
+    677,
+    710,
+    745,
+    677,
+    715,
+    736,
+    677,
+    686,
+    752,
+    729,
+    784,
+    677,
+    677,
+    787,
+    751,
+    795,
+    787,
+    752,
+    765,
+    682,
+    774,
+    774,
+    767,
+    787,
+    697,
+    727,
+    768,
+    779,
+    779,
+    778,
+    788,
+    802,
+    738,
+    792,
+    800,
+    751,
+    775,
+    785,
+    798,
+    778,
+    768,
+    733,
+    759,
+    743,
+    785,
+    714,
+    771,
+    790,
+    794,
+    778,
+    750,
+    802,
+    804,
+    739,
+    678,
+    758,
+    765,
+    799,
+    791,
+    791,
+    796,
+    728,
+    769,
+    795,
+    755,
+    805,
+    678,
+    744,
+    763,
+    678,
+    798,
+)
+
+
+def test_a_trainer_without_a_leak_is_not_taken_for_one_at_whatever_sync_it_ends():
+    ends = range(32, len(TRAINER_MIB) + 1)
+    assert [end for end in ends if memory(*TRAINER_MIB[:end]).violated()] == []
+
+
+@pytest.mark.parametrize(("syncs", "leaked_mib"), [(40, 6), (80, 6)])
+def test_a_leak_of_a_buffer_a_sync_is_found_under_that_noise(syncs, leaked_mib):
+    noisy = [value + leaked_mib * sync for sync, value in enumerate(TRAINER_MIB[:syncs])]
+    assert memory(*noisy).violated() == {"D2"}
+
+
 def lengths(consumed: int, dropped: int, groups: int = 120, reason: str = "stale") -> RolloutTrace:
     """Every third group is dropped. Lengths spread by a token, so that the difference has an error."""
     trace = RolloutTrace().begin().commit(1, step=0)
