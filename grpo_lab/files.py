@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def why_no_file(folder: Path) -> str:
+    """Why no file can be made in ``folder``; empty when one can be. It is tried: a file comes and goes.
+
+    Permission bits do not say: they let root write to /proc, and to a file system that is read-only.
+    """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 @contextlib.contextmanager

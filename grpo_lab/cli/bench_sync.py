@@ -19,6 +19,8 @@ from grpo_lab.files import write_whole
 from grpo_lab.harness import sync_benchmark_report as report
 from grpo_lab.harness.sync_benchmark import SyncRow, cases, measure, receiver_processes
 
+MOST = {"repeats": 1000, "threads": 256}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints tables, writes what was asked for. 1 if a goal was missed and --strict is on."""
@@ -34,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="threads that pack, and that unpack")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     options = parser.parse_args(argv)
-    for name in ("repeats", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
+    for name, most in MOST.items():
+        if not 1 <= getattr(options, name) <= most:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be from 1 to {most:,}")
     load = os.getloadavg()[0]
     console = Console()
     console.width = max(console.width, 150)

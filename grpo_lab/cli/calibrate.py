@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_lab.harness.refusals import require_file, require_trace
+from grpo_lab.harness.refusals import require_output, require_trace
 
 
 def calibrate(
@@ -24,7 +24,7 @@ def calibrate(
         runs: run directories, for example runs/latest.
         out: the file that is written.
     """
-    require_file("out", out)
+    require_output("out", out)
     for run in runs:
         require_trace(run)
     from grpo_lab.harness import calibration_runs, validation_report  # noqa: PLC0415 - --help needs no torch

@@ -16,7 +16,7 @@ from rich.table import Table
 from grpo_lab.check import Checker, CheckResult, RuleResult, Violation, check_trace, read_parts
 from grpo_lab.check.follow import FIRST_FILE_S, await_parts, parts_directory
 from grpo_lab.check.follow import follow as follow_trace
-from grpo_lab.cli.outputs import why_unwritable
+from grpo_lab.cli.outputs import require_writable
 from grpo_lab.errors import TraceError, UserError
 from grpo_lab.events import (
     EngineAdmitted,
@@ -80,8 +80,7 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bo
         json: also write the result to this file.
         follow: the run still goes on: show violations as they happen, until it ends or Ctrl-C.
     """
-    if json is not None and why_unwritable(json):
-        raise UserError(f"--json {json}: cannot be written. Name a file in a directory that is there")
+    require_writable("json", json)
     if follow:
         _follow(path)
     result = check_trace(path)
@@ -110,8 +109,8 @@ def _follow(path: Path) -> None:
             f"there is no event file in {place} yet: waiting up to {FIRST_FILE_S:g} s for the first",
             soft_wrap=True,
         )
+    directory = await_parts(path)
     with contextlib.suppress(KeyboardInterrupt):
-        directory = await_parts(path)
         console.print(
             f"following {escape(str(directory))} until the run ends; Ctrl-C to stop", soft_wrap=True
         )

@@ -12,6 +12,7 @@ from rich.status import Status
 
 from grpo_lab.errors import ConfigError
 from grpo_lab.harness.refusals import require_place
+from grpo_lab.testing.coordinators import MUTANT, load_coordinator
 
 if TYPE_CHECKING:
     from grpo_lab.testing.search import Search
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 VIOLATED = 1
 PLAIN_EVERY_S = 10.0
 SHOWN_CHARACTERS = 400
+# Known by name here, so that another is refused before torch is imported.
+SCENARIO_NAMES = ("any", "quiet", "faults", "churn", "schedules")
+CASE_NAMES = ("quick", "single", "pairs")
 MAX_MINUTES, MAX_DEPTH, MAX_EXAMPLES = 10_000, 64, 10**9
 
 
@@ -55,6 +59,9 @@ def fuzz(
         cases: with --exhaustive: quick (the default: every transition), single (a fault or an interruption)
             or pairs.
     """
+    _require_known("scenario", scenario, SCENARIO_NAMES)
+    if cases is not None:
+        _require_known("cases", cases, CASE_NAMES)
     for name, value in (("depth", depth), ("cases", cases)):
         if value is not None and not exhaustive:
             raise ConfigError(name, value, "nothing without --exhaustive", "Leave it out or add --exhaustive")
@@ -72,23 +79,22 @@ def fuzz(
     if depth is not None and not 0 <= depth <= MAX_DEPTH:
         raise ConfigError("depth", depth, f"0 to {MAX_DEPTH}: the number of schedules grows as 3**depth")
     require_place(out)
-    # Imported after the arguments were read: it takes seconds, and --help should not.
-    from grpo_lab.testing.search import SCENARIOS, load_coordinator, load_parts, save_all, search  # noqa: PLC0415
-
-    if scenario not in SCENARIOS:
-        listed = "; ".join(f"{name} ({words})" for name, (words, _) in SCENARIOS.items())
-        raise ConfigError("scenario", scenario, f"one of: {listed}")
     if coordinator:
         sys.path.insert(0, str(Path.cwd()))  # as python -m would
+    if not coordinator.startswith(MUTANT):
+        load_coordinator(coordinator)
+    # Imported after the arguments were judged: it takes seconds, and --help should not.
+    from grpo_lab.testing.search import SCENARIOS, load_parts, save_all, search  # noqa: PLC0415
+
     console = Console(highlight=False)
     if exhaustive:
         protocol = load_coordinator(coordinator)
-        from grpo_lab.cli.fuzz_exhaustive import CASES, fuzz_exhaustive  # noqa: PLC0415
+        from grpo_lab.cli.fuzz_exhaustive import fuzz_exhaustive  # noqa: PLC0415
 
-        cases, depth = cases or "quick", 1 if depth is None else depth
-        if cases not in CASES:
-            raise ConfigError("cases", cases, f"one of {', '.join(CASES)}")
-        return fuzz_exhaustive(console, cases, depth, minutes or MAX_MINUTES, out, protocol, coordinator)
+        depth = 1 if depth is None else depth
+        return fuzz_exhaustive(
+            console, cases or "quick", depth, minutes or MAX_MINUTES, out, protocol, coordinator
+        )
     parts = load_parts(coordinator)
     minutes = minutes or 1.0
     with _Progress(console, minutes) as progress:
@@ -108,6 +114,11 @@ def fuzz(
         console.print(f"  {failure.message[:SHOWN_CHARACTERS]}", markup=False, soft_wrap=True)
         console.print(f"  {state.schedules[failure.rule]}", soft_wrap=True)
     return VIOLATED if state.found else 0
+
+
+def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(name, value, f"one of {', '.join(known)}")
 
 
 class _Progress:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +13,12 @@ from dataclasses import dataclass
 import tyro
 
 import grpo_lab
-from grpo_lab.errors import GrpoLabError
+from grpo_lab.errors import ConfigError, GrpoLabError
 
 FAILED = 3
 INTERRUPTED = 130
+BROKEN_PIPE = 141  # what a shell says of a process that SIGPIPE has ended
+SURROGATES = ("\ud800", "\udfff")
 USAGE = """\
 usage: grpo-lab COMMAND [OPTIONS]
 
@@ -72,6 +77,17 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as `| head` closes it
+        with contextlib.suppress(OSError):  # or the interpreter fails to flush it once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return code
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())  # noqa: T201
         return 0 if words else 2
@@ -88,15 +104,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _guarded(name: str, command: Command, words: list[str]) -> int:
     try:
+        _require_text(words)
         return command.run(name, words)
     except GrpoLabError as error:
         print(f"grpo-lab {name}: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except OSError as error:  # a full disk, say: nothing that a traceback would explain
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            raise
         print(f"grpo-lab {name}: {error}", file=sys.stderr)  # noqa: T201
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe that its reader has closed; a pipe of ours may break as well."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _require_text(words: list[str]) -> None:
+    """Bytes that are no UTF-8 could be neither printed nor written into a trace."""
+    for word in words:
+        if any(SURROGATES[0] <= letter <= SURROGATES[1] for letter in word):
+            raise ConfigError(
+                "argument", word, "text in UTF-8", "Rename the file, or use a locale like LANG=C.UTF-8"
+            )
 
 
 def _usage() -> str:

@@ -11,14 +11,16 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from grpo_lab.cli.outputs import PLOT_KINDS, require_writable
 from grpo_lab.errors import ConfigError
 from grpo_lab.files import replacing
+from grpo_lab.harness.refusals import require_place
 
 if TYPE_CHECKING:
     from grpo_lab.testing.mutants.campaign import Clean, Kill, Result
 
 SURVIVED = 1
-PICTURES = (".svg", ".png", ".pdf")
+MAX_WORKERS = 1024
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
@@ -52,17 +54,21 @@ def mutants(
         real: also those of the real trainer on the virtual clock, and of runs with real processes, in shared
             memory and over gloo (ten seconds each).
     """
-    # Imported after the arguments were read: it takes seconds, and --help should not.
+    if not 0 < seconds_per_mutant <= 86_400:
+        raise ConfigError("seconds_per_mutant", seconds_per_mutant, "above 0, at most 86,400")
+    if not 0 <= workers <= MAX_WORKERS:
+        raise ConfigError("workers", workers, f"an integer from 0 to {MAX_WORKERS:,}")
+    for option, path in (("json", json), ("html", html), ("table", table)):
+        require_writable(option, path)
+    require_writable("plot", plot, PLOT_KINDS)
+    if table is not None:
+        _around(table)
+    require_place(out)
+    # Imported after the arguments were judged: it takes seconds, and --help should not.
     from grpo_lab.testing.mutants.campaign import run_campaign  # noqa: PLC0415
     from grpo_lab.testing.mutants.catalogue import chosen  # noqa: PLC0415
     from grpo_lab.testing.mutants.page import summary  # noqa: PLC0415
 
-    if not 0 < seconds_per_mutant <= 86_400:
-        raise ConfigError("seconds_per_mutant", seconds_per_mutant, "above 0, at most 86,400")
-    if plot is not None and plot.suffix not in PICTURES:
-        raise ConfigError("plot", str(plot), f"a file that ends in {', '.join(PICTURES)}")
-    if workers < 0:
-        raise ConfigError("workers", workers, "an integer of at least 0")
     picked = chosen(only, real=real)
     console = Console(highlight=False)
     with _Shown(console, len(picked)) as shown:
@@ -129,13 +135,22 @@ def _write(result: Result, to_json: Path | None, to_html: Path | None, to_table:
         with replacing(to_html) as temporary:
             temporary.write_text(page.html(result), encoding="utf-8")
     if to_table is not None:
-        text = to_table.read_text(encoding="utf-8")
-        before, mark, rest = text.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not mark or not end:
-            raise ConfigError("table", str(to_table), f"a file with the marks {BEGIN} and {END}")
+        before, after = _around(to_table)
         with replacing(to_table) as temporary:
             temporary.write_text(f"{before}{BEGIN}\n{page.markdown(result)}{END}{after}", encoding="utf-8")
+
+
+def _around(table: Path) -> tuple[str, str]:
+    """The text before and after the place of the table. Raises ``ConfigError`` where there is none."""
+    try:
+        text = table.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError("table", str(table), f"a Markdown file that can be read ({error})") from error
+    before, mark, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ConfigError("table", str(table), f"a file with the marks {BEGIN} and {END}", "Add both")
+    return before, after
 
 
 def _draw(result: Result, path: Path) -> None:

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
+
+from grpo_lab.errors import ConfigError
+from grpo_lab.files import why_no_file
 
 PLOT_KINDS = (".svg", ".png", ".pdf")
 
 
 def why_unwritable(path: Path) -> str:
-    """Why a file could not be written there; empty when it could be. Makes nothing."""
+    """Why a file could not be written there, in a directory that is there; empty when it could be."""
     folder = path.absolute().parent
     if path.is_dir():
         return f"{str(path)!r} is a directory; name a file"
+    if path.exists() and not path.is_file():
+        return f"{str(path)!r} is a device or a pipe, which no file may replace; name a file"
     if not folder.is_dir():
-        return f"cannot write {str(path)!r}: there is no directory {str(folder)!r}"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"cannot write {str(path)!r}: {str(folder)!r} is not writable"
+        return f"cannot write {str(path)!r}: there is no directory {str(folder)!r}; make it, or name another"
+    if reason := why_no_file(folder):
+        return (
+            f"cannot write {str(path)!r}: {str(folder)!r} is not writable ({reason}); name another directory"
+        )
     return ""
+
+
+def require_writable(option: str, path: Path | None, kinds: tuple[str, ...] = ()) -> None:
+    """Raises ``ConfigError`` for a file that could not be written, or that ends in none of ``kinds``."""
+    if path is None:
+        return
+    if kinds and path.suffix not in kinds:
+        raise ConfigError(option, str(path), f"a file that ends in {', '.join(kinds)}")
+    if reason := why_unwritable(path):
+        raise ConfigError(option, str(path), f"a file that can be written ({reason})")
 
 
 def output_file(text: str) -> Path:

@@ -9,6 +9,15 @@ from typing import Annotated
 import tyro
 
 from grpo_lab.errors import ConfigError
+from grpo_lab.harness.refusals import require_listener, require_output
+
+LIMITS = {
+    "concurrencies": 4096,
+    "prompt_tokens": 1 << 20,
+    "completion_tokens": 1 << 20,
+    "rounds": 10_000,
+    "repeats": 1000,
+}
 
 
 @dataclass(frozen=True)
@@ -33,15 +42,18 @@ class RecordConfig:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError("url", self.url, "http://host:port")
-        for name in ("completion_tokens", "rounds", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "at least 1")
-        if not self.concurrencies or not self.prompt_tokens:
-            raise ConfigError("concurrencies", self.concurrencies, "at least one, and one prompt length")
+        for name, most in LIMITS.items():
+            value = getattr(self, name)
+            values = value if isinstance(value, tuple) else (value,)
+            if not values or not all(1 <= one <= most for one in values):
+                raise ConfigError(name, value, f"from 1 to {most:,}")
 
 
 def record(config: tyro.conf.OmitArgPrefixes[RecordConfig]) -> int:
     """Measure a server and fit a step latency to it (see RecordConfig)."""
+    if config.out is not None:
+        require_output("out", config.out)
+    require_listener("url", config.url)
     from grpo_lab.harness.recording import record_server  # noqa: PLC0415 - --help needs no torch
 
     loads = (config.concurrencies, config.prompt_tokens, config.completion_tokens, config.rounds)

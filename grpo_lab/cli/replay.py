@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import tyro
 from rich.console import Console
 
-from grpo_lab.cli.outputs import why_unwritable
+from grpo_lab.cli.outputs import require_writable
 from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record, field_types
 from grpo_lab.files import replacing
@@ -46,9 +46,8 @@ def replay(
             first out; write that failure to this file, and show its run.
         shrink_runs: with --shrink, how many schedules to try at most; without it, 2,000.
     """
-    for place in (html, trace, shrink):
-        if place is not None:
-            _require_file(place)
+    for option, place in (("html", html), ("trace", trace), ("shrink", shrink)):
+        require_writable(option, place)
     if shrink is None and shrink_runs is not None:
         raise ConfigError("shrink_runs", shrink_runs, "nothing without --shrink", "Leave it out")
     if shrink_runs is not None and shrink_runs < 1:
@@ -85,12 +84,6 @@ def _shrunk(case: Case, target: Path, max_runs: int) -> Case:
     )
     print(f"choices other than first in, first out: {before}; now {after}: {target}")  # noqa: T201
     return smaller
-
-
-def _require_file(place: Path) -> None:
-    """Before the work: a file in a directory that is there."""
-    if why_unwritable(place):
-        raise ConfigError("file", str(place), "one in a directory that is there and can be written to")
 
 
 def _show(records: list[Record], until: int | None, console: Console) -> None:

@@ -125,6 +125,14 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> int:
 
 
 async def _serve(config: ServeConfig, listener: socket.socket, watched: int | None, stack: ExitStack) -> int:
+    loop, caught = asyncio.get_running_loop(), []
+
+    def stop(number: int) -> None:
+        caught.append(number)
+        server.should_exit = True  # the loop gets to call this only when the server is there
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
     # Imported here, as they take a second that --help and a refused port need not wait for.
     import torch  # noqa: PLC0415
 
@@ -133,14 +141,6 @@ async def _serve(config: ServeConfig, listener: socket.socket, watched: int | No
     torch.set_num_threads(config.threads)
     app = build_app(config, stack)
     server = EngineServer(app, lambda: _announce(listener))
-    loop, caught = asyncio.get_running_loop(), []
-
-    def stop(number: int) -> None:
-        caught.append(number)
-        server.should_exit = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
     if watched is not None:
         loop.add_reader(watched, _parent_ended, loop, watched, stop)
     if config.faithful:

@@ -12,7 +12,7 @@ from grpo_lab.errors import ConfigError
 from grpo_lab.harness.executors import Executor, LocalExecutor, RayExecutor
 from grpo_lab.harness.experiment import Scale
 from grpo_lab.harness.refusals import require_place
-from grpo_lab.harness.sweep_folder import SweepFolder, load_experiment, require_file
+from grpo_lab.harness.sweep_folder import SweepFolder, load_experiment, require_experiment
 
 
 def sweep(
@@ -48,7 +48,7 @@ def sweep(
     scale = Scale(seeds, full)
     if workers is not None:
         LocalExecutor(workers)
-    require_file(file)
+    require_experiment(file)
     require_place(out)
     experiment = load_experiment(file)
     # Imported after the arguments were judged: they take seconds.

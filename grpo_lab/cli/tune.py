@@ -15,7 +15,8 @@ from rich.markup import escape
 
 from grpo_lab.errors import ConfigError
 from grpo_lab.files import write_whole
-from grpo_lab.harness.refusals import require_file, require_place
+from grpo_lab.harness.refusals import require_output, require_place
+from grpo_lab.trainer.interrupts import hear_ctrl_c
 
 if TYPE_CHECKING:
     from grpo_lab.harness.calibration import Calibration
@@ -74,7 +75,7 @@ class TuneConfig:
 def tune(config: tyro.conf.OmitArgPrefixes[TuneConfig]) -> int:
     """Search a recipe's fields in simulation (see TuneConfig)."""
     if config.out is not None:
-        require_file("out", config.out)
+        require_output("out", config.out)
     if config.verify:
         require_place(config.runs)
     from grpo_lab.harness.calibration import Calibration  # noqa: PLC0415 - --help needs none of these
@@ -146,7 +147,7 @@ def _verify(config: TuneConfig, tuned: Tuned, calibration: Calibration, console:
 def _pool(workers: int) -> contextlib.AbstractContextManager[Executor | None]:
     if workers == 1:
         return contextlib.nullcontext()
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=hear_ctrl_c)
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.harness.refusals import require_file, require_trace
+from grpo_lab.harness.calibration import Calibration
+from grpo_lab.harness.refusals import require_output, require_trace
 
 
 def validate(
@@ -34,16 +35,15 @@ def validate(
     if not 1 <= seeds <= 100:
         raise ConfigError("seeds", seeds, "from 1 to 100")
     if json is not None:
-        require_file("json", json)
+        require_output("json", json)
     require_trace(run)
-    from grpo_lab.harness import calibration_runs, validation, validation_report  # noqa: PLC0415
-    from grpo_lab.harness.calibration import Calibration  # noqa: PLC0415
+    calibration = Calibration.load(latency)
+    if record:
+        require_output("latency", latency)
+    from grpo_lab.harness import calibration_runs, validation, validation_report  # noqa: PLC0415 - slow
     from grpo_lab.harness.run_dir import RunDir  # noqa: PLC0415
 
     name = run.resolve().name
-    calibration = Calibration.load(latency)
-    if record:
-        require_file("latency", latency)
     real = calibration_runs.load_real_run(run)
     measured = validation.figures_of(real.records)
     predicted = validation.predict(real.parameters, calibration, seeds)

@@ -6,15 +6,18 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
-from grpo_lab.errors import EngineError, EngineRefused
+from grpo_lab.errors import ConfigError, EngineError, EngineRefused
+from grpo_lab.harness.refusals import require_listener
 from grpo_lab.recorders import NullRecorder
 from grpo_lab.transport.engines import connect_engines
 from grpo_lab.transport.vllm_http import VllmHttpEngine
 from grpo_lab.types import SyncId
 
 REACH_TIMEOUT_S = 10.0
+SHOWN_CHARACTERS = 300
 NOT_FOUND = 404
 
 
@@ -29,6 +32,19 @@ class Attached:
 def ask_engines(urls: Sequence[str]) -> Attached:
     """Raises ``EngineError`` when one is not there or answers nonsense."""
     return asyncio.run(_ask(urls))
+
+
+def attach(urls: Sequence[str]) -> Attached:
+    """The same of servers that a person named. Raises ``ConfigError``, at once where nothing listens."""
+    for url in urls:
+        require_listener("engine", url)
+    try:
+        return ask_engines(urls)
+    except EngineError as error:
+        reason = shorten(str(error), SHOWN_CHARACTERS)  # a page of HTML, if this is no engine at all
+        raise ConfigError(
+            "engine", ",".join(urls), f"addresses of engines that can be trained against ({reason})"
+        ) from error
 
 
 async def _ask(urls: Sequence[str]) -> Attached:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from grpo_lab.errors import ConfigError, GrpoLabError
 from grpo_lab.harness.experiment import Point, Setting
+from grpo_lab.trainer.interrupts import children_born_deaf, hear_ctrl_c
 
 RunPoint = Callable[[Point, Path], Mapping[str, Setting]]
 RAY_CONNECT_S = 10.0
@@ -79,8 +80,9 @@ class LocalExecutor:
             try:
                 while waiting or running:
                     while waiting and len(running) < self._workers:
-                        running[pool.submit(_guarded, function, waiting[-1], folder)] = waiting[-1]
-                        waiting.pop()
+                        with children_born_deaf():
+                            future = pool.submit(_guarded, function, waiting[-1], folder)
+                        running[future] = waiting.pop()
                     done, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in done:
                         result = future.result()
@@ -94,7 +96,9 @@ class LocalExecutor:
         started_s = time.monotonic()
         try:
             with self._pool(1) as pool:
-                return pool.submit(_guarded, function, point, folder).result()
+                with children_born_deaf():
+                    future = pool.submit(_guarded, function, point, folder)
+                return future.result()
         except BrokenProcessPool:
             error = "its process died (killed, out of memory, or a crash in native code)"
             return PointResult(point, {}, error, time.monotonic() - started_s)
@@ -175,6 +179,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="watches the sweep", daemon=True).start()
+    hear_ctrl_c()
 
 
 def _guarded(function: RunPoint, point: Point, folder: Path) -> PointResult:

@@ -43,11 +43,6 @@ class RunningEngine(Protocol):
     def death(self) -> str: ...
 
 
-def engine_urls(recipe: Recipe) -> list[str]:
-    """Addresses of the servers that the recipe attaches to."""
-    return [url.strip() for url in recipe.engine.split(",")]
-
-
 def own_capabilities(recipe: Recipe) -> EngineCapabilities:
     """What the engines that the recipe starts can do."""
     return REAL_VLLM if recipe.engine == "vllm" else SIMULATED
@@ -65,7 +60,7 @@ def running_fleet(
 ) -> Iterator[Sequence[str]]:
     """Addresses of the engines; ``started`` gets those that are our own, which are stopped at the end."""
     if recipe.attaches:
-        yield engine_urls(recipe)
+        yield recipe.engine_urls
         return
     kind = "vLLM" if recipe.engine == "vllm" else "simulated vLLM"
     try:

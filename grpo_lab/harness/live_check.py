@@ -17,6 +17,7 @@ from typing import Self
 from grpo_lab.check import Checker, Violation
 from grpo_lab.check.follow import follow
 from grpo_lab.errors import GrpoLabError
+from grpo_lab.trainer.interrupts import children_born_deaf
 from grpo_lab.trainer.worker_main import die_with_parent
 
 SHOWN_PER_RULE = 3
@@ -42,7 +43,8 @@ class LiveCheck:
         self.failure = ""
 
     def __enter__(self) -> Self:
-        self._process.start()
+        with children_born_deaf():
+            self._process.start()
         self._far_end.close()
         self._thread.start()
         return self

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from textwrap import shorten
 from urllib.parse import urlsplit
 
 import httpx
@@ -68,7 +69,11 @@ async def served_model(http: httpx.AsyncClient) -> str:
     try:
         return str(response.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"{http.base_url}: /v1/models names no model: {response.text[:200]}") from error
+        said = shorten(response.text, 200)
+        raise EngineError(
+            f"{http.base_url}: /v1/models names no model: {said}. Give the address of a vLLM, or of "
+            "grpo-lab serve"
+        ) from error
 
 
 ANSWER_S = 600.0  # bound of a connection that is opened and of an answer, as of an httpx client

@@ -78,6 +78,8 @@ class Recipe:
     # weight sync
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     """What a pause does to running requests."""
+    sync_scope: Literal["global", "rolling"] = "global"
+    """All engines pause and switch together, or one after another while the others generate."""
     clear_cache: bool = True
     """Recompute the KV cache of running requests under the new weights."""
     transport: Literal["shm", "gloo", "stock"] = "shm"
@@ -148,6 +150,11 @@ class Recipe:
     def attaches(self) -> bool:
         """Whether ``engine`` is the address of servers that run already."""
         return self.engine.startswith(("http://", "https://"))
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Addresses of the servers that the recipe attaches to."""
+        return [url.strip() for url in self.engine.split(",")] if self.attaches else []
 
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "out": str(self.out)}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from grpo_lab.errors import ConfigError, ModelError, TraceError
+from grpo_lab.files import why_no_file
 from grpo_lab.harness.recipe import Recipe
+from grpo_lab.harness.rewards import import_reward
+from grpo_lab.tasks import get_task, task_names
+
+CONNECT_S = 5.0
+DEFAULT_COMPLETION_TOKENS = 256
 
 
 def refuse_at_a_glance(recipe: Recipe) -> None:
@@ -26,9 +32,35 @@ def refuse_at_a_glance(recipe: Recipe) -> None:
         )
     if recipe.resume_from and not Path(recipe.resume_from).is_dir():
         raise ConfigError("resume_from", recipe.resume_from, "a checkpoint directory of an earlier run")
+    if recipe.token_budget <= (longest := longest_completion(recipe)):
+        raise ConfigError("token_budget", recipe.token_budget, f"more than a completion's {longest} tokens")
     if recipe.reward:
-        _require_reward(recipe.reward)
+        import_reward(recipe.reward)
     require_place(recipe.out)
+
+
+def longest_completion(recipe: Recipe) -> int:
+    """Most tokens of a completion: the recipe's, or what its task's longest answer needs."""
+    if recipe.max_completion_length:
+        return recipe.max_completion_length
+    known = recipe.task in task_names()
+    return get_task(recipe.task).max_completion_tokens if known else DEFAULT_COMPLETION_TOKENS
+
+
+def require_listener(field: str, url: str) -> None:
+    """Raises ``ConfigError`` when nothing listens there: clients look again for a while, or say it late."""
+    address = urlsplit(url)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname or "", port), CONNECT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            field,
+            url,
+            f"the address of a server that runs ({reason})",
+            "Start it first (grpo-lab serve MODEL --rl-routes, or a vLLM) and wait until it is ready",
+        ) from error
 
 
 def require_place(out: Path) -> None:
@@ -38,14 +70,17 @@ def require_place(out: Path) -> None:
         place = place.parent
     if not place.is_dir():
         raise ConfigError("out", str(out), f"a directory, and {place} is none")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError("out", str(out), f"a directory that can be written to, and {place} cannot")
+    if reason := why_no_file(place):
+        expected = f"a directory that can be written to, and {place} cannot ({reason})"
+        raise ConfigError("out", str(out), expected, "Name another place")
 
 
-def require_file(field: str, path: Path) -> None:
+def require_output(field: str, path: Path) -> None:
     """Raises ``ConfigError`` for a file that could not be written (its folders are made); makes nothing."""
     if path.is_dir():
         raise ConfigError(field, str(path), "a file, not a directory")
+    if path.exists() and not path.is_file():
+        raise ConfigError(field, str(path), "a file, not a device or a pipe, which no file may replace")
     try:
         require_place(path.absolute().parent)
     except ConfigError as error:
@@ -59,15 +94,3 @@ def require_trace(run: Path) -> None:
     trace = run if run.is_file() else run / "events.jsonl"
     if not trace.is_file():
         raise TraceError(f"{trace}: there is no such file. Name the directory of a run, like runs/latest")
-
-
-def _require_reward(path: str) -> None:
-    """The module is looked for, not imported."""
-    module, _, function = path.partition(":")
-    package = module.partition(".")[0]
-    if not package or not function:
-        raise ConfigError("reward", path, "module:function")
-    if package not in sys.modules and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            "reward", path, f"module:function that can be imported (No module named {package!r})"
-        )

@@ -45,7 +45,7 @@ def reward_functions(recipe: Recipe, columns: list[str]) -> tuple[Reward, ...]:
         DataError: there is neither a reward nor a column ``answer``.
     """
     if recipe.reward:
-        functions: tuple[Reward, ...] = (_import(recipe.reward),)
+        functions: tuple[Reward, ...] = (import_reward(recipe.reward),)
     elif recipe.task in task_names():
         functions = get_task(recipe.task).reward_funcs
     elif "answer" in columns:
@@ -60,8 +60,11 @@ def reward_functions(recipe: Recipe, columns: list[str]) -> tuple[Reward, ...]:
     return functions
 
 
-def _import(path: str) -> Reward:
+def import_reward(path: str) -> Reward:
+    """Raises ``ConfigError`` for what is not ``module:function`` of a module that can be imported."""
     module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ConfigError("reward", path, "module:function")
     try:
         module = importlib.import_module(module_name)
         function = functools.reduce(getattr, name.split("."), module)

@@ -22,9 +22,9 @@ from rich.markup import escape
 
 from grpo_lab.check import Violation, read_parts
 from grpo_lab.events import RunDeclared, RunEnded
-from grpo_lab.harness.attached import Attached, ask_engines
+from grpo_lab.harness.attached import Attached, attach
 from grpo_lab.harness.engine_report import tell_about_engines
-from grpo_lab.harness.fleet import RunningEngine, engine_urls, own_capabilities, running_fleet
+from grpo_lab.harness.fleet import RunningEngine, own_capabilities, running_fleet
 from grpo_lab.harness.live_check import LiveCheck
 from grpo_lab.harness.outcome import (
     VIOLATED,
@@ -56,7 +56,7 @@ def run(recipe: Recipe, console: Console) -> int:
         UserError: bad input, before anything was started or written.
     """
     _refuse_bad_input(recipe)
-    attached = ask_engines(engine_urls(recipe)) if recipe.attaches else None
+    attached = attach(recipe.engine_urls) if recipe.attaches else None
     directory = make_run_dir(recipe.out, recipe.name)
     directory.write_json("config.json", recipe.to_json())
     directory.write_json("env.json", environment())
@@ -144,7 +144,7 @@ def declaration(recipe: Recipe, attached: Attached | None = None) -> RunDeclared
             **values,
             "groups_per_step": recipe.prompts_per_step,
             "max_inflight_tasks": recipe.max_inflight,
-            "scope": "global",
+            "scope": recipe.sync_scope,
             "ring_slots": 2,
             "initial_version": 1,
             "trainer_ranks": recipe.trainer_ranks,

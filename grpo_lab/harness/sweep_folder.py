@@ -69,7 +69,7 @@ class SweepFolder:
         return target
 
 
-def require_file(path: Path) -> None:
+def require_experiment(path: Path) -> None:
     """Raises ``DataError`` for what is no Python file."""
     if path.suffix != ".py" or not path.is_file():
         raise DataError(f"{path}: expected an experiment's file, for example experiments/sync_interval.py")
@@ -77,7 +77,7 @@ def require_file(path: Path) -> None:
 
 def load_experiment(path: Path) -> Experiment:
     """``EXPERIMENT`` of a module of ``experiments/``. Raises ``DataError`` for anything else."""
-    require_file(path)
+    require_experiment(path)
     root = str(path.resolve().parent.parent)
     if root not in sys.path:
         sys.path.insert(0, root)  # a point's process imports the module by name

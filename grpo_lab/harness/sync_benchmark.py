@@ -22,6 +22,7 @@ from grpo_lab.errors import TransportError
 from grpo_lab.harness.sync_receiver import Received, main, make_tensors
 from grpo_lab.packing import BucketPlan, Packer
 from grpo_lab.recorders import ListRecorder, run_clock
+from grpo_lab.trainer.interrupts import children_born_deaf
 from grpo_lab.transport.receivers import make_transport
 from grpo_lab.transport.sender import RingTransport
 from grpo_lab.types import Bucket, SyncId
@@ -92,7 +93,8 @@ class ReceiverProcess:
         self._pipe: Connection
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=main, args=(theirs, num_threads), daemon=True)
-        self._process.start()
+        with children_born_deaf():
+            self._process.start()
         theirs.close()
 
     def ask(self, *command: Any) -> None:

@@ -13,9 +13,9 @@ import transformers
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo_lab.errors import ConfigError
 from grpo_lab.events import Evaluated
 from grpo_lab.harness.recipe import Recipe
+from grpo_lab.harness.refusals import longest_completion
 from grpo_lab.harness.rewards import reward_functions
 from grpo_lab.harness.run_dir import RunDir
 from grpo_lab.ports import Recorder
@@ -25,7 +25,6 @@ from grpo_lab.tasks.sources import load_dataset_source
 from grpo_lab.trainer import AsyncGRPOConfig, AsyncGRPOTrainer
 
 StepSeen = Callable[[int, dict[str, float]], None]
-DEFAULT_COMPLETION_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,6 @@ def load_training_data(recipe: Recipe) -> Dataset:
 
 def trainer_config(recipe: Recipe, run: RunDir, urls: Sequence[str], first_term: int = 1) -> AsyncGRPOConfig:
     """The trainer's settings for a recipe. Raises ``ConfigError``."""
-    longest = recipe.max_completion_length or (
-        get_task(recipe.task).max_completion_tokens
-        if recipe.task in task_names()
-        else DEFAULT_COMPLETION_TOKENS
-    )
-    if recipe.token_budget <= longest:
-        raise ConfigError("token_budget", recipe.token_budget, f"more than a completion's {longest} tokens")
     return AsyncGRPOConfig(
         output_dir=str(run.path / "checkpoints"),
         per_device_train_batch_size=recipe.prompts_per_step * recipe.num_generations // recipe.trainer_ranks,
@@ -61,7 +53,7 @@ def trainer_config(recipe: Recipe, run: RunDir, urls: Sequence[str], first_term:
         adam_beta2=0.99,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        max_completion_length=longest,
+        max_completion_length=longest_completion(recipe),
         temperature=recipe.temperature,
         loss_type=recipe.loss_type,
         correction=recipe.correction,
@@ -74,6 +66,7 @@ def trainer_config(recipe: Recipe, run: RunDir, urls: Sequence[str], first_term:
         max_inflight_tasks=recipe.max_inflight,
         queue_maxsize=recipe.queue_capacity,
         pause_mode=recipe.pause_mode,
+        sync_scope=recipe.sync_scope,
         clear_cache=recipe.clear_cache,
         weight_transport=recipe.transport,
         bucket_bytes=recipe.bucket_bytes,

@@ -22,6 +22,7 @@ from grpo_lab.harness.recipe import Recipe, recipe_with
 from grpo_lab.harness.tuning_constraints import Constraint, Objective
 from grpo_lab.harness.validation import predict, recipe_parameters
 from grpo_lab.harness.validation_figures import Figures
+from grpo_lab.trainer.interrupts import children_born_deaf
 
 Settings = Mapping[str, Setting]
 Evaluate = Callable[[Sequence[Settings], int], Sequence[Figures | None]]
@@ -139,7 +140,11 @@ class Simulator:
 
     def __call__(self, candidates: Sequence[Settings], steps: int) -> list[Figures | None]:
         one = functools.partial(_simulated, self.recipe, self.calibration, self.seeds, steps)
-        return list(map(one, candidates) if self.pool is None else self.pool.map(one, candidates))
+        if self.pool is None:
+            return list(map(one, candidates))
+        with children_born_deaf():
+            found = self.pool.map(one, candidates)
+        return list(found)
 
 
 def _simulated(

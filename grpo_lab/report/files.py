@@ -24,19 +24,20 @@ def read_trace(path: Path) -> Iterator[Record]:
     An unfinished last line, as a killed process leaves it, is ignored.
 
     Raises:
-        TraceError: the file cannot be read, or a line before the last is no record.
+        TraceError: the file cannot be read, or a whole line is no record.
     """
-    broken: tuple[int, str] | None = None
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
-                if broken is not None:
-                    raise TraceError(f"{path}, line {broken[0]}: {broken[1]}. The trace is damaged there.")
                 try:
                     record = parse_line(line) if line.strip() else None
                 except ValueError as error:
-                    broken = (number, str(error)[:200])
-                    continue
+                    if line.endswith("\n"):
+                        raise TraceError(
+                            f"{path}, line {number}: {str(error)[:200]}. The trace is damaged there: remove "
+                            "that line, or make the report of another run"
+                        ) from error
+                    return
                 if record is not None:
                     yield record
     except OSError as error:

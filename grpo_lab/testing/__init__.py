@@ -11,12 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grpo_lab.testing.coordinators import load_coordinator
     from grpo_lab.testing.coverage import TRANSITIONS, Coverage
     from grpo_lab.testing.exhaustive import explore_scopes, quick_scopes
     from grpo_lab.testing.failures import load_case
     from grpo_lab.testing.machines import CoordinatorMachine, EngineMachine
     from grpo_lab.testing.scopes import Scope, run_scope
-    from grpo_lab.testing.search import Search, load_coordinator, run_once
+    from grpo_lab.testing.search import Search, run_once
     from grpo_lab.testing.strategies import clusters, delays, faults, tapes, workloads
 
 # Imported when first asked for: pytest loads this package's plugin in every run, and torch takes seconds.
@@ -32,7 +33,7 @@ _HOMES = {
     "explore_scopes": "exhaustive",
     "faults": "strategies",
     "load_case": "failures",
-    "load_coordinator": "search",
+    "load_coordinator": "coordinators",
     "quick_scopes": "exhaustive",
     "run_once": "search",
     "run_scope": "scopes",

@@ -17,10 +17,11 @@ from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import FAILURE_SCHEMA, Failure, Fault, Scenario, write_failure
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
+from grpo_lab.testing.coordinators import load_coordinator
 from grpo_lab.testing.exhaustive import ScopeFailure, shrunk
 from grpo_lab.testing.failure_rows import read_row
 from grpo_lab.testing.scopes import Scope, run_scope
-from grpo_lab.testing.search import load_coordinator, load_parts, with_short_tape
+from grpo_lab.testing.search import load_parts, with_short_tape
 
 
 class Case(Protocol):

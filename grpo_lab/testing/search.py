@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import time
 from collections import Counter
@@ -18,13 +17,13 @@ from hypothesis.errors import Flaky
 
 from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record
-from grpo_lab.protocol.coordinator import Coordinator
 from grpo_lab.sim.explore import shrink
 from grpo_lab.sim.light_trainer import CoordinatorType
 from grpo_lab.sim.parts import Parts
 from grpo_lab.sim.scenario import Failure, Scenario
 from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import simulate
+from grpo_lab.testing.coordinators import MUTANT, load_coordinator
 from grpo_lab.testing.strategies import churn, clusters, faults, tapes
 
 EXAMPLES_PER_ROUND = 200
@@ -153,32 +152,17 @@ def size_of(failure: Failure) -> tuple[int, int, int, int, int]:
     return (len(scenario.faults), scenario.engines, scenario.steps, failure.tape.unusual, samples)
 
 
-def load_coordinator(name: str) -> CoordinatorType:
-    """``module:Class``; "" is the protocol's own. Raises ``ConfigError`` for what is no coordinator."""
-    if not name:
-        return Coordinator
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError("coordinator", name, f"module:Class that can be imported ({error})") from error
-    if not (isinstance(found, type) and issubclass(found, Coordinator)):
-        raise ConfigError("coordinator", name, "a subclass of grpo_lab.protocol.coordinator.Coordinator")
-    return found
-
-
 def load_parts(protocol: str) -> Parts:
     """What a failure file's protocol stands for: "", a coordinator, or ``mutant:`` and the id of one.
 
     Raises ``ConfigError`` for what is neither.
     """
-    kind, _, mutant_id = protocol.partition(":")
-    if kind != "mutant":
+    if not protocol.startswith(MUTANT):
         return Parts(coordinator=load_coordinator(protocol))
     from grpo_lab.testing.mutants.catalogue import find  # noqa: PLC0415 - it loads every mutant
     from grpo_lab.testing.mutants.clusters import Clusters  # noqa: PLC0415
 
-    mutant = find(mutant_id)
+    mutant = find(protocol.removeprefix(MUTANT))
     if not isinstance(mutant.fixture, Clusters):
         raise ConfigError(
             "coordinator", protocol, f"one of a whole cluster, and it is one of {mutant.fixture.name}"

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from grpo_lab.errors import ConfigError, WorkerDied, WorkerError, WorkerStalled
 from grpo_lab.events import MemberDied, MemberStarted, MemberStopped
 from grpo_lab.ports import Recorder
+from grpo_lab.trainer.interrupts import children_born_deaf
 from grpo_lab.trainer.protocols import RolloutBuffer
 from grpo_lab.trainer.worker_channel import Decoder, Message, encode
 from grpo_lab.trainer.worker_main import WorkerSpec, worker_main
@@ -69,7 +70,8 @@ class WorkerProcess:
             target=worker_main, args=(theirs, packed_spec), name="grpo-lab-worker", daemon=True
         )
         try:
-            process.start()
+            with children_born_deaf():
+                process.start()
         except BaseException:
             ours.close()
             raise

@@ -10,8 +10,8 @@ from grpo_lab.cli.main import main
 from grpo_lab.errors import ConfigError, TraceError
 from grpo_lab.sim.scenario import Failure, Scenario
 from grpo_lab.sim.tape import Tape
+from grpo_lab.testing.coordinators import load_coordinator
 from grpo_lab.testing.failures import load_case
-from grpo_lab.testing.search import load_coordinator
 
 GOOD = {
     "schema": 1,

@@ -67,7 +67,7 @@ BY_NAME = {
     "grpo_lab.harness.rewards": "a user's reward function, module:function",
     "grpo_lab.harness.sweep_folder": "an experiment, by its file",
     "grpo_lab.testing": "its parts when they are asked for: pytest loads the plugin in every run",
-    "grpo_lab.testing.search": "a user's coordinator, module:Class",
+    "grpo_lab.testing.coordinators": "a user's coordinator, module:Class",
     "grpo_lab.testing.mutants.planting": "what a plant names, and the command whose process it stands in for",
     "grpo_lab.testing.mutants.real_trainer": "what a plant names",
 }

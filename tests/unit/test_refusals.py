@@ -2,59 +2,131 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from grpo_lab.cli import fuzz, fuzz_exhaustive
 from grpo_lab.errors import ConfigError, ModelError
 from grpo_lab.harness import runner
 from grpo_lab.harness.recipe import RECIPES, recipe_with
 from grpo_lab.harness.refusals import refuse_at_a_glance, require_place
+from grpo_lab.testing.search import SCENARIOS
 
-SLOW = ("torch", "transformers", "pandas", "matplotlib", "scipy")
+SLOW = ("torch", "transformers", "scipy")  # a second and more each
 ASK = """
-import sys
+import contextlib, io, json, sys
 from grpo_lab.cli.main import main
-code = main(sys.argv[1:])
-slow = [name for name in {slow} if name in sys.modules]
-sys.exit(90 if slow else code)
+answers = {}
+for name, words in json.loads(sys.stdin.read()).items():
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            code = main(words)
+        except SystemExit as stopped:
+            code = stopped.code
+    answers[name] = code, said.getvalue(), [slow for slow in %r if slow in sys.modules]
+print(json.dumps(answers))
 """
-WORDS = {
-    "no such experiment": ("sweep", "nowhere.py"),
-    "no seeds": ("sweep", "experiments/faults.py", "--seeds", "0"),
-    "no workers": ("sweep", "experiments/faults.py", "--workers", "0"),
-    "results into a file": ("sweep", "experiments/faults.py", "--out", "README.md/x"),
-    "resume and fresh": ("sweep", "experiments/faults.py", "--resume", "--fresh"),
-    "Ray and workers": ("sweep", "experiments/faults.py", "--ray", "auto", "--workers", "2"),
-    "no such recipe": ("run", "nothing"),
-    "a run into a file": ("run", "smoke", "--out", "README.md/x"),
-    "no model": ("run", "smoke", "--model", "nowhere"),
+# words, and what the refusal says: {tmp} is an empty folder, but for the files below
+FILES = {
+    "cut.json": '{"schema": 1, "scen',
+    "page.md": "no marks",
+    "damaged/events.jsonl": "no record\n",
+    "run/events.jsonl": "",
+    "other.toml": "schema = 1",
+    "rows.jsonl": '{"prompt": "1+1="}\n',
+}
+CASES = {
+    "no such experiment": ("sweep nowhere.py", "expected an experiment's file"),
+    "no seeds": ("sweep experiments/faults.py --seeds 0", "seeds=0"),
+    "no workers": ("sweep experiments/faults.py --workers 0", "workers=0"),
+    "results into a file": ("sweep experiments/faults.py --out README.md/x", "README.md is none"),
+    "results into /proc": ("sweep experiments/faults.py --out /proc/x", "/proc cannot"),
+    "resume and fresh": ("sweep experiments/faults.py --resume --fresh", "not together"),
+    "Ray and workers": ("sweep experiments/faults.py --ray auto --workers 2", "nothing with --ray"),
+    "no such recipe": ("run nothing", "one of quickstart"),
+    "a run into a file": ("run smoke --out README.md/x", "README.md is none"),
+    "a run into /proc": ("run smoke --out /proc/x", "/proc cannot"),
+    "no model": ("run smoke --model nowhere", "no config.json"),
+    "no data": ("run smoke --task {tmp}/nowhere.jsonl", "no such file"),
+    "data that nothing rewards": ("run smoke --task {tmp}/rows.jsonl", "--reward module:function"),
+    "no reward module": ("run smoke --reward no_such_module_here:f", "No module named"),
+    "no reward function": ("run smoke --reward os:nope", "no attribute 'nope'"),
+    "a reward that is none": ("run smoke --reward os:sep", "a callable"),
+    "no server": ("run smoke --engine http://127.0.0.1:9", "Start it first"),
+    "no room for a completion": ("run smoke --token-budget 2", "more than a completion's"),
+    "no server to measure": ("record http://127.0.0.1:9", "Start it first"),
+    "measured into /proc": ("record http://127.0.0.1:9 --out /proc/x/y", "/proc cannot"),
     "a result into no folder, of a run that goes on": (
-        "check",
-        "grpo_lab",
-        "--follow",
-        "--json",
-        "nowhere/x.json",
+        "check grpo_lab --follow --json nowhere/x.json",
+        "there is no directory",
     ),
-    "no failure file": ("replay", "nowhere.json"),
-    "TOML for a failure file": ("replay", "pyproject.toml"),
-    "an event before the first": ("replay", "nowhere.json", "--until", "-1"),
-    "a search of no minutes": ("fuzz", "--minutes", "nan"),
-    "a search of no clusters": ("fuzz", "--max-examples", "0"),
-    "too deep a search": ("fuzz", "--exhaustive", "--depth", "99"),
-    "no reward module": ("run", "smoke", "--reward", "no_such_module_here:f"),
+    "a result into /proc": ("check {tmp}/run --json /proc/x", "is not writable"),
+    "a result in place of a device": ("check {tmp}/run --json /dev/null", "a device or a pipe"),
+    "a damaged trace": ("report {tmp}/damaged", "remove that line"),
+    "no failure file": ("replay nowhere.json", "have it found again"),
+    "a failure file that was cut off": ("replay {tmp}/cut.json", "have it found again"),
+    "TOML for a failure file": ("replay pyproject.toml", "have it found again"),
+    "an event before the first": ("replay nowhere.json --until -1", "from 0"),
+    "a page into no folder": ("replay {tmp}/cut.json --html nowhere/x.html", "there is no directory"),
+    "a search of no minutes": ("fuzz --minutes nan", "minutes=nan"),
+    "a search of no clusters": ("fuzz --max-examples 0", "max_examples=0"),
+    "too deep a search": ("fuzz --exhaustive --depth 99", "depth=99"),
+    "a search of what is no scenario": ("fuzz --scenario nope", "one of any, quiet"),
+    "a search of what are no cases": ("fuzz --exhaustive --cases nope", "one of quick, single"),
+    "a search of no coordinator": ("fuzz --coordinator nonsense", "module:Class"),
+    "a search of another class": ("fuzz --coordinator json:JSONDecoder", "a subclass of"),
+    "findings into /proc": ("fuzz --out /proc/x", "/proc cannot"),
+    "a kill table into no folder": ("mutants --json nowhere/x.json", "there is no directory"),
+    "a kill table of a kind that is not drawn": ("mutants --plot {tmp}/x.gif", "ends in .svg"),
+    "a page without a place for the kill table": ("mutants --table {tmp}/page.md", "with the marks"),
+    "cases into /proc": ("mutants --out /proc/x", "/proc cannot"),
+    "no calibration": ("validate {tmp}/run --latency {tmp}/nowhere.toml", "Make one"),
+    "another calibration": ("validate {tmp}/run --latency {tmp}/other.toml", "Make one"),
+    "no run to calibrate from": ("calibrate {tmp}/nowhere", "Name the directory of a run"),
+    "tuned without a calibration": ("tune quickstart --latency {tmp}/nowhere.toml", "Make one"),
+    "a name that is no UTF-8": ("check {tmp}/\udcff", "text in UTF-8"),
 }
 
 
-@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
-def test_nothing_slow_is_imported_to_refuse_it(words):
-    command = [sys.executable, "-c", ASK.format(slow=SLOW), *words]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert answer.returncode == 2, answer.stderr
-    assert len(answer.stderr.splitlines()) == 1
-    assert answer.stderr.startswith(f"grpo-lab {words[0]}: ")
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """All in one interpreter, which so far has imported nothing: exit code, words, what is imported then."""
+    tmp = tmp_path_factory.mktemp("refusals")
+    for name, text in FILES.items():
+        (tmp / name).parent.mkdir(exist_ok=True)
+        (tmp / name).write_text(text)
+    asked = {name: words.format(tmp=tmp).split() for name, (words, _) in CASES.items()}
+    process = subprocess.run(
+        [sys.executable, "-c", ASK % (SLOW,)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    left = {str(path.relative_to(tmp)) for path in tmp.rglob("*") if path.is_file()}
+    assert left == FILES.keys()  # nothing was made
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_in_one_line_before_anything_slow_is_imported(name, answers):
+    words, expected = CASES[name]
+    code, said, slow = answers[name]
+    assert code == 2, said
+    assert len(said.splitlines()) == 1
+    assert said.startswith(f"grpo-lab {words.split()[0]}: ")
+    assert expected in said
+    assert slow == []
+
+
+def test_the_search_has_the_scenarios_and_cases_that_are_known_by_name():
+    assert tuple(SCENARIOS) == fuzz.SCENARIO_NAMES
+    assert tuple(fuzz_exhaustive.CASES) == fuzz.CASE_NAMES
 
 
 def recipe(**fields):
@@ -80,7 +152,6 @@ def test_a_recipe_is_refused_at_a_glance(fields, error, words, tmp_path):
 
 def test_what_is_fine_is_let_through_and_nothing_is_made(tmp_path):
     refuse_at_a_glance(recipe(out=tmp_path / "not" / "yet", reward="statistics:mean"))
-    refuse_at_a_glance(recipe(out=tmp_path, reward="__main__:f"))
     assert not list(tmp_path.iterdir())
 
 

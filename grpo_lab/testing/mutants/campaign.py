@@ -17,6 +17,7 @@ from grpo_lab.testing.mutants.catalogue import all_mutants, find
 from grpo_lab.testing.mutants.hunt import hunt
 from grpo_lab.testing.mutants.mutant import DEADLOCK, Fixture, Mutant
 from grpo_lab.testing.mutants.window import around
+from grpo_lab.trainer.interrupts import children_born_deaf, hear_ctrl_c
 
 PROGRESS = "progress.jsonl"
 MIN_CLEAN_EXAMPLES = 25
@@ -177,16 +178,19 @@ def run_campaign(
         for mutant in mutants:
             if ("mutant", mutant.id) in known:
                 keep(known["mutant", mutant.id], new=False)
-        _gather(keep, [pool.submit(_hunt_named, mutant.id, seconds, str(out)) for mutant in todo])
+        with children_born_deaf():
+            hunts = [pool.submit(_hunt_named, mutant.id, seconds, str(out)) for mutant in todo]
+        _gather(keep, hunts)
         needed = _examples_of(result.mutants)
         for name in needed:
             if ("clean", name) in known:
                 keep(known["clean", name], new=False)
-        jobs = [
-            pool.submit(_clean_named, name, seconds, examples, str(out))
-            for name, examples in needed.items()
-            if ("clean", name) not in known
-        ]
+        with children_born_deaf():
+            jobs = [
+                pool.submit(_clean_named, name, seconds, examples, str(out))
+                for name, examples in needed.items()
+                if ("clean", name) not in known
+            ]
         _gather(keep, jobs)
     order = {mutant.id: place for place, mutant in enumerate(mutants)}
     result.mutants.sort(key=lambda kill: order[kill.id])
@@ -219,6 +223,7 @@ def rule_order(rule: str) -> tuple[str, int]:
 
 def _quiet() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    hear_ctrl_c()
 
 
 def _hunt_named(mutant_id: str, seconds: float, out: str) -> Kill:
