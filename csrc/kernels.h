@@ -20,6 +20,9 @@ struct Kernels {
     void (*fold_blocks)(uint64_t* acc, const void* from, size_t blocks);
     // Copies bytes of any alignment; `stream` avoids reading the destination into the cache.
     void (*copy)(void* to, const void* from, size_t bytes, bool stream);
+    // Only moves memory, `reads` bytes for each `writes` (1:1, 2:1 or 1:2), in blocks of 1024 bytes at `to`, past the
+    // caches: as fast as a cast that narrows or widens could be at most. What it writes is a part of what it reads.
+    void (*move_blocks)(void* to, const void* from, size_t blocks, int reads, int writes);
     // Converts `count` contiguous elements between float dtypes.
     void (*convert)(Dtype to_dtype, void* to, Dtype from_dtype, const void* from, size_t count);
     // Non-temporal stores become visible to other threads only after this.

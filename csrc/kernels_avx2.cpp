@@ -63,6 +63,6 @@ struct Lane {
 
 void fence() { _mm_sfence(); }
 
-extern const Kernels kernels = {"avx2", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, convert, fence};
+extern const Kernels kernels = {"avx2", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, move_blocks, convert, fence};
 
 }  // namespace grpo::avx2

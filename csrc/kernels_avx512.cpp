@@ -77,6 +77,6 @@ void cast_blocks(uint64_t* acc, Dtype to_dtype, void* to, Dtype from_dtype, cons
 
 void fence() { _mm_sfence(); }
 
-extern const Kernels kernels = {"avx512", copy_blocks, cast_blocks, fold_stripes, fold_blocks, copy, convert, fence};
+extern const Kernels kernels = {"avx512", copy_blocks, cast_blocks, fold_stripes, fold_blocks, copy, move_blocks, convert, fence};
 
 }  // namespace grpo::avx512

@@ -20,6 +20,22 @@ struct Copied {  // stripes of a source that is copied as it is
     }
 };
 
+struct Halved {  // every other stripe, and a look at the one between
+    const uint8_t* from;
+    GRPO_HD Lane::Stripe next() {
+        const Lane::Stripe stripe = Lane::stripe(from);
+        static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(from + xxh3::kStripe));
+        from += 2 * xxh3::kStripe;
+        return stripe;
+    }
+};
+
+struct Doubled {  // every stripe twice
+    const uint8_t* from;
+    size_t given = 0;
+    GRPO_HD Lane::Stripe next() { return Lane::stripe(from + given++ / 2 * xxh3::kStripe); }
+};
+
 template <bool kHash, bool kStream, typename Source>
 void fill_blocks_as(uint64_t* acc, uint8_t* to, size_t blocks, Source source) {
     Lane lane;
@@ -41,6 +57,14 @@ void fill_blocks(uint64_t* acc, void* to, size_t blocks, bool stream, Source sou
 
 void copy_blocks(uint64_t* acc, void* to, const void* from, size_t blocks, bool stream) {
     fill_blocks(acc, to, blocks, stream, Copied{static_cast<const uint8_t*>(from)});
+}
+
+void move_blocks(void* to, const void* from, size_t blocks, int reads, int writes) {
+    auto* out = static_cast<uint8_t*>(to);
+    auto* in = static_cast<const uint8_t*>(from);
+    if (reads > writes) fill_blocks_as<false, true>(nullptr, out, blocks, Halved{in});
+    else if (reads < writes) fill_blocks_as<false, true>(nullptr, out, blocks, Doubled{in});
+    else fill_blocks_as<false, true>(nullptr, out, blocks, Copied{in});
 }
 
 void fold_stripes(uint64_t* acc, const void* from, size_t stripes, size_t secret_offset) {

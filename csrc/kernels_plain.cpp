@@ -32,9 +32,9 @@ struct Lane {
 void fence() {}
 
 #ifdef __aarch64__
-extern const Kernels kernels = {"neon", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, convert, fence};
+extern const Kernels kernels = {"neon", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, move_blocks, convert, fence};
 #else
-extern const Kernels kernels = {"plain", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, convert, fence};
+extern const Kernels kernels = {"plain", copy_blocks, cast_blocks_staged, fold_stripes, fold_blocks, copy, move_blocks, convert, fence};
 #endif
 
 }  // namespace grpo::plain

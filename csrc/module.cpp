@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <mutex>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "emulate.h"
+#include "gil.h"
 #include "hash.h"
 #include "packer.h"
 #include "watch.h"
@@ -21,6 +23,9 @@ Dtype dtype_of(int code) {
     if (code < 0 || code >= kDtypes) throw std::invalid_argument("unknown dtype code " + std::to_string(code));
     return static_cast<Dtype>(code);
 }
+
+// As a piece holds it; -1, which is refused, for what does not fit.
+int32_t index_of(int64_t value) { return value < 0 || value > INT32_MAX ? -1 : static_cast<int32_t>(value); }
 
 const Kernels& kernels_of(const std::string& name) {
     const Kernels* kernels = find_kernels(name.c_str());
@@ -47,9 +52,10 @@ struct BoundViews {
 
     template <typename F>
     auto locked(F f) {
-        py::gil_scoped_release release;  // never wait for the lock while holding the GIL
+        WithoutGil released;  // never wait for the lock while holding the GIL
         std::lock_guard<std::mutex> lock(mutex);
-        return f();
+        if constexpr (std::is_invocable_v<F, WithoutGil&>) return f(released);
+        else return f();
     }
 };
 
@@ -71,7 +77,7 @@ bool look_ahead(const Watch& watch, const uint64_t* starts, int64_t tensor, int6
         int64_t upto = tensor;
         for (; piece != last && piece->offset < task * static_cast<int64_t>(Scratch::kTaskBytes); ++piece) {
             if (piece->tensor < first || piece->tensor >= end) throw std::invalid_argument("a tensor of the bucket would not be looked at");
-            upto = std::max(upto, piece->tensor + 1);
+            upto = std::max(upto, piece->tensor + int64_t{1});
         }
         if (!same(upto)) return false;
         open(static_cast<size_t>(task));
@@ -99,8 +105,8 @@ PYBIND11_MODULE(_packing, m) {
                  std::vector<WireTensor> wire;
                  for (const auto& [code, count] : tensors) wire.push_back({dtype_of(code), count});
                  std::vector<Piece> cut;
-                 for (const auto& [tensor, bucket, offset, first, count] : pieces) cut.push_back({tensor, bucket, offset, first, count});
-                 return std::make_shared<Buckets>(std::move(wire), std::move(cut), std::move(bucket_bytes));
+                 for (const auto& [tensor, bucket, offset, first, count] : pieces) cut.push_back({index_of(tensor), index_of(bucket), offset, first, count});
+                 return std::make_shared<Buckets>(wire, std::move(cut), std::move(bucket_bytes));
              }),
              py::arg("tensors"), py::arg("pieces"), py::arg("bucket_bytes"));
 
@@ -120,7 +126,7 @@ PYBIND11_MODULE(_packing, m) {
         .def("__len__", [](BoundViews& self) { return self.views.size(); });
 
     py::class_<Watch>(m, "Watch")
-        .def(py::init<py::tuple, py::type, py::buffer>(), py::arg("tensors"), py::arg("type"), py::arg("near"))
+        .def(py::init<py::tuple, py::type>(), py::arg("tensors"), py::arg("type"))
         .def("changed", &Watch::changed, py::arg("begin"), py::arg("end"))
         .def("__len__", &Watch::size);
 
@@ -139,16 +145,19 @@ PYBIND11_MODULE(_packing, m) {
              const py::buffer& memory, bool hash, bool stream, const std::string& isa) {
               if (sources.target) throw std::invalid_argument("these views are targets, not sources");
               const py::buffer_info info = bytes_of(memory, true), index = bytes_of(starts, false);
-              const auto count = static_cast<int64_t>(sources.buckets->tensors().size());
+              const auto count = static_cast<int64_t>(sources.buckets->tensors());
               if (index.itemsize != 8 || index.size != count + 1) throw std::invalid_argument("`starts` needs one number for each tensor, and the end");
               if (tensors.first < 0 || tensors.first > tensors.second || tensors.second > count) throw std::invalid_argument("no such tensors in the plan");
               check_bucket(*sources.buckets, bucket, size_of(info));
               const Mode mode{&kernels_of(isa), hash, stream};
-              const Pool::Lead lead = [&](const std::function<void(size_t)>& open) {
-                  py::gil_scoped_acquire gil;
-                  return look_ahead(watch, static_cast<const uint64_t*>(index.ptr), tensors.first, tensors.second, *sources.buckets, bucket, open);
-              };
-              return sources.locked([&] { return pack_behind(*sources.buckets, sources.views, pool, bucket, static_cast<uint8_t*>(info.ptr), mode, lead); });
+              return sources.locked([&](WithoutGil& released) {
+                  const Pool::Lead lead = [&](const std::function<void(size_t)>& open) {
+                      return released.with_gil([&] {
+                          return look_ahead(watch, static_cast<const uint64_t*>(index.ptr), tensors.first, tensors.second, *sources.buckets, bucket, open);
+                      });
+                  };
+                  return pack_behind(*sources.buckets, sources.views, pool, bucket, static_cast<uint8_t*>(info.ptr), mode, lead);
+              });
           },
           py::arg("sources"), py::arg("watch"), py::arg("starts"), py::arg("tensors"), py::arg("pool"), py::arg("bucket"), py::arg("memory"), py::arg("hash"), py::arg("stream"),
           py::arg("isa") = "auto", "As pack, looking at tensors while those already looked at are packed; None if one changed.");
@@ -167,26 +176,30 @@ PYBIND11_MODULE(_packing, m) {
           [](const py::buffer& memory, Pool& pool, const std::string& isa) {
               const py::buffer_info info = bytes_of(memory, false);
               const Kernels& kernels = kernels_of(isa);
-              py::gil_scoped_release release;
+              WithoutGil released;
               return tree_hash(static_cast<const uint8_t*>(info.ptr), size_of(info), pool, kernels);
           },
           py::arg("memory"), py::arg("pool"), py::arg("isa") = "auto");
 
-    m.def("copy",
-          [](const py::buffer& to, const py::buffer& from, Pool& pool, const std::string& isa) {
+    m.def("move",
+          [](const py::buffer& to, const py::buffer& from, Pool& pool, int reads, int writes, const std::string& isa) {
               const py::buffer_info out = bytes_of(to, true), in = bytes_of(from, false);
-              const size_t bytes = size_of(in), step = Scratch::kTaskBytes;
-              if (size_of(out) < bytes) throw std::invalid_argument("the target is smaller than the source");
+              if (reads < 1 || writes < 1 || reads * writes > 2) throw std::invalid_argument("reads and writes must be 1 and 1, 2 and 1, or 1 and 2");
+              if (reinterpret_cast<uintptr_t>(out.ptr) % xxh3::kStripe) throw std::invalid_argument("the target must begin with a cache line");
+              const auto behind = [&](size_t at) { return at / static_cast<size_t>(writes) * static_cast<size_t>(reads); };  // byte of `from` for one of `to`
+              const size_t step = Scratch::kTaskBytes, fed = size_of(in) / static_cast<size_t>(reads) * static_cast<size_t>(writes);
+              const size_t bytes = std::min(size_of(out), fed) / xxh3::kBlock * xxh3::kBlock;
               const Kernels& kernels = kernels_of(isa);
-              py::gil_scoped_release release;
+              WithoutGil released;
               pool.run((bytes + step - 1) / step, [&](size_t task, Scratch&) {
-                  const size_t at = task * step;
-                  kernels.copy(static_cast<uint8_t*>(out.ptr) + at, static_cast<const uint8_t*>(in.ptr) + at, std::min(step, bytes - at), true);
+                  const size_t at = task * step, blocks = std::min(step, bytes - at) / xxh3::kBlock;
+                  kernels.move_blocks(static_cast<uint8_t*>(out.ptr) + at, static_cast<const uint8_t*>(in.ptr) + behind(at), blocks, reads, writes);
                   kernels.fence();
               });
+              return bytes;
           },
-          py::arg("to"), py::arg("from_"), py::arg("pool"), py::arg("isa") = "auto",
-          "A flat non-temporal copy: the limit that the benchmark compares with.");
+          py::arg("to"), py::arg("from_"), py::arg("pool"), py::arg("reads") = 1, py::arg("writes") = 1, py::arg("isa") = "auto",
+          "Moves whole KiB past the caches, `reads` bytes for each `writes`, as many as there are at both ends; returns the bytes written: the limit that the benchmark compares with.");
 
     m.def("root_hash",
           [](const std::vector<uint64_t>& leaves, size_t length) {

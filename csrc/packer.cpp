@@ -14,46 +14,43 @@ namespace {
 
 constexpr int64_t kMaxBytes = int64_t{1} << 62;
 
-bool pending(const View& view) { return !view.data && view.geometry.count() != 0; }
-
 }  // namespace
 
-Buckets::Buckets(std::vector<WireTensor> tensors, std::vector<Piece> pieces, std::vector<int64_t> bucket_bytes)
-    : tensors_(std::move(tensors)), pieces_(std::move(pieces)), bytes_(std::move(bucket_bytes)) {
+Buckets::Buckets(const std::vector<WireTensor>& tensors, std::vector<Piece> pieces, std::vector<int64_t> bucket_bytes)
+    : pieces_(std::move(pieces)), bytes_(std::move(bucket_bytes)) {
+    if (tensors.size() > INT32_MAX || bytes_.size() > INT32_MAX) refuse("too many tensors or buckets");
     for (int64_t bytes : bytes_)
         if (bytes < 0 || bytes > kMaxBytes) refuse("bucket size out of range");
-    for (const WireTensor& tensor : tensors_)
+    for (const WireTensor& tensor : tensors) {
         if (tensor.count < 0 || tensor.count > kMaxBytes / 16) refuse("element count out of range");
+        dtypes_.push_back(tensor.dtype);
+        counts_.push_back(tensor.count);
+    }
     starts_.assign(bytes_.size() + 1, 0);
-    std::vector<int64_t> seen(tensors_.size(), 0);
+    std::vector<int64_t> seen(tensors.size(), 0);
     int64_t bucket = 0, used = 0;
     for (size_t i = 0; i < pieces_.size(); ++i) {
         const Piece& piece = pieces_[i];
-        if (piece.tensor < 0 || piece.tensor >= static_cast<int64_t>(tensors_.size())) refuse("piece of an unknown tensor");
+        if (piece.tensor < 0 || piece.tensor >= static_cast<int64_t>(tensors.size())) refuse("piece of an unknown tensor");
         if (piece.bucket < bucket || piece.bucket >= size()) refuse("pieces are not sorted by bucket");
         for (; bucket < piece.bucket; used = 0) starts_[static_cast<size_t>(++bucket)] = i;
-        const WireTensor& tensor = tensors_[static_cast<size_t>(piece.tensor)];
         int64_t& taken = seen[static_cast<size_t>(piece.tensor)];
-        if (piece.first != taken || piece.count < 1 || piece.count > tensor.count - taken) refuse("pieces do not cover a tensor in order");
+        if (piece.first != taken || piece.count < 1 || piece.count > count(piece.tensor) - taken) refuse("pieces do not cover a tensor in order");
         taken += piece.count;
-        const auto item = static_cast<int64_t>(item_bytes(tensor.dtype));
+        const auto item = static_cast<int64_t>(item_bytes(dtype(piece.tensor)));
         if (piece.offset < used || piece.offset % item != 0) refuse("pieces overlap or are not aligned to their elements");
         if (piece.offset > bytes_[static_cast<size_t>(bucket)] - piece.count * item) refuse("piece ends outside its bucket");
         used = piece.offset + piece.count * item;
     }
     while (bucket < size()) starts_[static_cast<size_t>(++bucket)] = pieces_.size();
-    for (size_t i = 0; i < tensors_.size(); ++i)
-        if (seen[i] != tensors_[i].count) refuse("pieces do not cover a tensor");
-}
-
-int64_t Buckets::end_of(const Piece& piece) const {
-    return piece.offset + piece.count * static_cast<int64_t>(item_bytes(tensors_[static_cast<size_t>(piece.tensor)].dtype));
+    if (seen != counts_) refuse("pieces do not cover a tensor");
 }
 
 uint8_t* Views::checked(const View& view, Memory memory) const {
-    if (view.geometry.count() == 0) return nullptr;
+    const int64_t count = buckets_.count(view.tensor);
+    if (count == 0) return nullptr;
     const uint64_t item = item_bytes(view.dtype);
-    const auto last = static_cast<uint64_t>(view.geometry.last_offset());
+    const auto last = static_cast<uint64_t>(view.strided ? view.strided->last_offset() : count - 1);
     if (memory.data == 0 && memory.storage == 0) return nullptr;  // pending: pack and unpack refuse it until it is moved
     if (memory.data == 0 || memory.data < memory.storage || memory.storage_bytes > kMaxBytes) refuse("no memory behind the tensor");
     const uint64_t start = memory.data - memory.storage;
@@ -64,21 +61,23 @@ uint8_t* Views::checked(const View& view, Memory memory) const {
 
 void Views::add(int64_t tensor, Dtype dtype, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Memory memory, bool target) {
     if (tensor < 0 || tensor >= static_cast<int64_t>(first_of_.size())) refuse("no such tensor in the plan");
-    const WireTensor& wire = buckets_.tensors()[static_cast<size_t>(tensor)];
     if (!views_.empty() && tensor < views_.back().tensor + (target ? 0 : 1)) refuse("views must be added in the plan's order");
-    if (!convertible(dtype, wire.dtype)) refuse("the dtype cannot be converted to or from the wire dtype");
-    View view{tensor, dtype, Geometry(shape, strides), nullptr};
-    if (view.geometry.count() != wire.count) refuse("the element count differs from the plan's");
-    if (target && !view.geometry.writable()) refuse("elements of the target share memory");
+    if (!convertible(dtype, buckets_.dtype(tensor))) refuse("the dtype cannot be converted to or from the wire dtype");
+    const Geometry geometry(shape, strides);
+    if (geometry.count() != buckets_.count(tensor)) refuse("the element count differs from the plan's");
+    if (target && !geometry.writable()) refuse("elements of the target share memory");
+    View view{nullptr, geometry.contiguous() ? nullptr : std::make_unique<Geometry>(geometry), static_cast<int32_t>(tensor), dtype};
     view.data = checked(view, memory);
     int64_t& first = first_of_[static_cast<size_t>(tensor)];
     if (first < 0) first = size();
+    direct_ = direct_ && tensor == size();
     pending_ += pending(view);
     views_.push_back(std::move(view));
 }
 
 void Views::clear() {
     views_.clear();
+    direct_ = true;
     pending_ = 0;
     std::fill(first_of_.begin(), first_of_.end(), -1);
 }
@@ -103,7 +102,7 @@ void Views::require(int64_t bucket, bool each) const {
 }
 
 const View* Views::first(int64_t tensor) const {
-    const int64_t index = first_of_[static_cast<size_t>(tensor)];
+    const int64_t index = direct_ ? (tensor < size() ? tensor : -1) : first_of_[static_cast<size_t>(tensor)];
     return index < 0 ? nullptr : &views_[static_cast<size_t>(index)];
 }
 
@@ -205,14 +204,14 @@ class Task {
         }
         const Piece& piece = *next_++;
         const View& view = *sources_.first(piece.tensor);
-        const Dtype wire_dtype = buckets_.tensors()[static_cast<size_t>(piece.tensor)].dtype;
+        const Dtype wire_dtype = buckets_.dtype(piece.tensor);
         const auto item = static_cast<int64_t>(item_bytes(view.dtype)), wire_item = static_cast<int64_t>(item_bytes(wire_dtype));
         // Both are on element boundaries: offsets are aligned to elements, and tasks to far more.
         const int64_t begin = std::max(piece.offset, begin_), end = std::min(buckets_.end_of(piece), end_);
         const int64_t first = piece.first + (begin - piece.offset) / wire_item;
         run_ = Run{begin, end, view.data + first * item, view.dtype, wire_dtype};
-        if (!view.geometry.contiguous()) {
-            view.geometry.gather(view.data, static_cast<size_t>(item), first, (end - begin) / wire_item, scratch_.gathered);
+        if (view.strided) {
+            view.strided->gather(view.data, static_cast<size_t>(item), first, (end - begin) / wire_item, scratch_.gathered);
             run_.from = scratch_.gathered;
         }
     }
@@ -258,9 +257,9 @@ class Task {
 void deliver(const View& to, Dtype wire, int64_t first, int64_t count, const uint8_t* in, const Mode& mode, Scratch& scratch) {
     const auto item = static_cast<int64_t>(item_bytes(to.dtype)), wire_item = static_cast<int64_t>(item_bytes(wire));
     const bool cast = to.dtype != wire;
-    if (!to.geometry.contiguous()) {
+    if (to.strided) {
         if (cast) mode.kernels->convert(to.dtype, scratch.gathered, wire, in, static_cast<size_t>(count));
-        to.geometry.scatter(to.data, static_cast<size_t>(item), first, count, cast ? scratch.gathered : in);
+        to.strided->scatter(to.data, static_cast<size_t>(item), first, count, cast ? scratch.gathered : in);
         return;
     }
     uint8_t* out = to.data + first * item;
@@ -317,7 +316,7 @@ void unpack(const Buckets& buckets, const Views& targets, Pool& pool, int64_t bu
     pool.run(tasks_of(bytes), [&](size_t index, Scratch& scratch) {
         const int64_t begin = static_cast<int64_t>(index) * kTaskBytes, end = std::min(bytes, begin + kTaskBytes);
         for (const Piece* piece = piece_at(buckets, bucket, begin); piece != buckets.end(bucket) && piece->offset < end; ++piece) {
-            const Dtype wire = buckets.tensors()[static_cast<size_t>(piece->tensor)].dtype;
+            const Dtype wire = buckets.dtype(piece->tensor);
             const auto wire_item = static_cast<int64_t>(item_bytes(wire));
             const int64_t start = std::max(begin, piece->offset), stop = std::min(end, buckets.end_of(*piece));
             const int64_t first = piece->first + (start - piece->offset) / wire_item, count = (stop - start) / wire_item;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -18,25 +18,31 @@ struct WireTensor {
     int64_t count;
 };
 
-struct Piece {  // `count` elements of a tensor, from row-major position `first`, at byte `offset` of a bucket
-    int64_t tensor, bucket, offset, first, count;
+// `count` elements of a tensor, from row-major position `first`, at byte `offset` of a bucket. Small, as are View and
+// what a pack reads of a tensor else: with tens of thousands of tiny tensors that is a part of the bytes that move.
+struct Piece {
+    int32_t tensor, bucket;
+    int64_t offset, first, count;
 };
 
 // Where each tensor lies on the wire. Throws std::invalid_argument unless pieces are in range, sorted, disjoint and
 // aligned to their elements, and together hold every element of every tensor exactly once.
 class Buckets {
   public:
-    Buckets(std::vector<WireTensor> tensors, std::vector<Piece> pieces, std::vector<int64_t> bucket_bytes);
+    Buckets(const std::vector<WireTensor>& tensors, std::vector<Piece> pieces, std::vector<int64_t> bucket_bytes);
 
-    const std::vector<WireTensor>& tensors() const { return tensors_; }
+    size_t tensors() const { return counts_.size(); }
+    Dtype dtype(int64_t tensor) const { return dtypes_[static_cast<size_t>(tensor)]; }
+    int64_t count(int64_t tensor) const { return counts_[static_cast<size_t>(tensor)]; }
     int64_t size() const { return static_cast<int64_t>(bytes_.size()); }
     int64_t bytes(int64_t bucket) const { return bytes_.at(static_cast<size_t>(bucket)); }
     const Piece* begin(int64_t bucket) const { return pieces_.data() + starts_[static_cast<size_t>(bucket)]; }
     const Piece* end(int64_t bucket) const { return pieces_.data() + starts_[static_cast<size_t>(bucket) + 1]; }
-    int64_t end_of(const Piece& piece) const;  // the byte after it
+    int64_t end_of(const Piece& piece) const { return piece.offset + piece.count * static_cast<int64_t>(item_bytes(dtype(piece.tensor))); }
 
   private:
-    std::vector<WireTensor> tensors_;
+    std::vector<Dtype> dtypes_;
+    std::vector<int64_t> counts_;
     std::vector<Piece> pieces_;
     std::vector<int64_t> bytes_;
     std::vector<size_t> starts_;
@@ -47,16 +53,16 @@ struct Memory {  // the storage that a tensor must stay within
 };
 
 struct View {
-    int64_t tensor;
-    Dtype dtype;
-    Geometry geometry;
     uint8_t* data;
+    std::unique_ptr<Geometry> strided;  // null: contiguous
+    int32_t tensor;
+    Dtype dtype;
 };
 
 // Tensors in memory, as sources of a pack or targets of an unpack. Not copied, not owned: the caller keeps them alive.
 class Views {
   public:
-    explicit Views(const Buckets& buckets) : buckets_(buckets), first_of_(buckets.tensors().size(), -1) {}
+    explicit Views(const Buckets& buckets) : buckets_(buckets), first_of_(buckets.tensors(), -1) {}
 
     // Views must be added in the order of the tensors; a target may have several views of one tensor, a source one.
     // Throws std::invalid_argument on a wrong shape or dtype, and where the view reaches outside its storage.
@@ -72,9 +78,11 @@ class Views {
 
   private:
     uint8_t* checked(const View& view, Memory memory) const;
+    bool pending(const View& view) const { return !view.data && buckets_.count(view.tensor) != 0; }
     const Buckets& buckets_;
     std::vector<View> views_;
     std::vector<int64_t> first_of_;
+    bool direct_ = true;   // view i is of tensor i, for all: first_of_ need not be read
     int64_t pending_ = 0;  // views of elements without memory
 };
 

@@ -15,7 +15,7 @@ namespace grpo {
 
 struct Pool::Crew {
     explicit Crew(size_t threads) : scratches(threads) {
-        for (auto& scratch : scratches) scratch = std::make_unique<Scratch>();
+        for (auto& scratch : scratches) scratch.reset(new Scratch);  // not make_unique, which would touch all of it
         try {
             for (size_t i = 1; i < threads; ++i) workers.emplace_back([this, i] { serve(i); });
         } catch (...) {

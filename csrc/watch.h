@@ -8,45 +8,42 @@
 
 namespace grpo {
 
-// What DLPack 1.x (dmlc/dlpack, include/dlpack/dlpack.h) lets a framework tell of a tensor without owning it.
-struct DlpackTensor {
+// What torch's stable C interface tells of a tensor without owning it.
+struct Described {
     void* data;
-    int32_t device_type, device_id;
-    int32_t rank;
-    uint8_t type_code, type_bits;
-    uint16_t type_lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
+    int64_t rank;
+    const int64_t *sizes, *strides;
+    int32_t dtype;
 };
 
-// One C call a tensor, which makes no Python object: with tens of thousands of tiny tensors, looking at them costs as
-// much as packing them. All functions need the GIL.
+// A few small C calls a tensor, which make no Python object and count no reference: with tens of thousands of tiny
+// tensors, looking at them costs as much as packing them. All functions need the GIL.
 class Watch {
   public:
-    // `type` is the tensors' class and has `__dlpack_c_exchange_api__`. `near` holds two addresses for each tensor, of
-    // its own object and its storage's (0: none). They are only prefetched, never read: a stale one does no harm.
-    // Throws std::invalid_argument for anything that is no such tensor, or if the class describes its tensors in no
-    // way that is known here.
-    Watch(pybind11::tuple tensors, const pybind11::type& type, const pybind11::buffer& near);
+    // `type` is the tensors' class. Throws std::invalid_argument for anything that is no such tensor, and Python's
+    // NotImplementedError if the torch in this process keeps its tensors in no way that is known here.
+    Watch(pybind11::tuple tensors, const pybind11::type& type);
 
     size_t size() const { return seen_.size(); }
-    // True if one of tensors [begin, end) is not as it was when this was made. Throws std::invalid_argument for
-    // tensors that there are not, and what the framework throws if it cannot describe one any more.
+    // True if one of tensors [begin, end) is not as it was when this was made, or cannot be described any more. Throws
+    // std::invalid_argument for tensors that there are not.
     bool changed(size_t begin, size_t end) const;
 
   private:
     struct Seen {
-        uint64_t address;
-        size_t dims;  // where its shape and then its strides begin in dims_
-        int32_t rank, device_type;
-        uint8_t type_code, type_bits;
+        const void* data;
+        uint32_t dims;  // where its shape and then its strides begin in dims_
+        int16_t rank, dtype;
     };
-    DlpackTensor look(size_t index) const;
+    struct Near {  // the tensor's fields and its storage's: only prefetched, so a stale address does no harm
+        uint64_t tensor, storage;
+    };
+    bool look(size_t index, Described& found) const;
     void prefetch(size_t index) const;
 
     pybind11::tuple tensors_;
-    int (*describe_)(void*, DlpackTensor*) = nullptr;
-    std::vector<uint64_t> near_;
+    size_t handle_offset_ = 0;  // of the C++ tensor in its Python object
+    std::vector<Near> near_;
     std::vector<Seen> seen_;
     std::vector<int64_t> dims_;
 };

@@ -2,8 +2,9 @@
 
 Every contender moves the same tensors bucket by bucket into (or out of) memory that was touched before,
 except those whose way is fresh memory. All are run in turn, `repeats` times, and medians are compared, so
-that noise of the machine falls on all of them. `flat_copy_s` is a non-temporal copy that moves as many bytes:
-the limit.
+that noise of the machine falls on all of them. `flat_copy_s` is the limit: a flat pass
+with non-temporal stores that reads as many bytes and writes as many (a cast to half the width reads two for
+each that it writes), and neither casts nor hashes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from grpo_lab.packing.plan import BucketPlan
 from grpo_lab.packing.ring import allocate_ring, as_bytes
 from grpo_lab.packing.shapes import MODELS
 
-MiB = 1 << 20
+KiB, MiB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,7 @@ class Contenders:
         for index in range(self.plan.num_buckets):
             self._views(index)
         self.hashes = [self.packer.pack(i).hash64 for i in range(self.plan.num_buckets)]
-        moved = sum(e.numel * DTYPES[case.source_dtype].itemsize + e.nbytes for e in self.plan.tensors)
-        self.flat_bytes = moved // 2
+        self.item_bytes = DTYPES[case.source_dtype].itemsize, DTYPES[case.wire_dtype].itemsize
 
     def _views(self, index: int) -> None:
         """Views of the bucket's pieces in the tensors and in its slot, and one of the slot without gaps."""
@@ -187,14 +187,22 @@ class Contenders:
         }
 
     def flat_copy(self) -> Callable[[], None]:
-        """Copies as many bytes as the case moves, from memory as large, into the ring."""
-        step = self.plan.max_bucket_nbytes
+        """Moves as many bytes as the case from or to memory as large, and does nothing else with them."""
+        wire_bytes, item, wire_item = sum(e.nbytes for e in self.plan.tensors), *self.item_bytes
+        unit = min(item, wire_item)
+        wide, narrow = item // unit, wire_item // unit
         # On the kind of pages that tensors have, and written to: untouched ones would all be one zero page.
-        source = as_bytes(torch.ones(self.flat_bytes, dtype=torch.uint8).numpy(), "source")
+        memory = as_bytes(torch.ones(wire_bytes // narrow * wide, dtype=torch.uint8).numpy(), "memory")
+        step = max(self.plan.max_bucket_nbytes // KiB * KiB, KiB)
 
         def run() -> None:
-            for turn, start in enumerate(range(0, self.flat_bytes, step)):
-                extension.copy(self.ring[turn % 2], source[start : start + step], self.pool)
+            for turn, start in enumerate(range(0, wire_bytes, step)):
+                slot = self.ring[turn % 2][: min(step, wire_bytes - start)]
+                part = memory[start // narrow * wide :]
+                if self.case.op == "pack":
+                    extension.move(slot, part, self.pool, wide, narrow)
+                else:
+                    extension.move(part, slot, self.pool, narrow, wide)
 
         return run
 

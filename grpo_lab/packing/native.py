@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from grpo_lab.errors import PackingError
@@ -57,8 +55,8 @@ def memory_of(tensor: torch.Tensor, name: str) -> tuple[int, int, int]:
 class BoundTensors:
     """Tensors kept alive; it can tell whether one changed since it was made: memory, shape, strides or dtype.
 
-    Looking is one pass in the extension over what DLPack's C exchange table tells of each tensor, or the same
-    in Python where torch has no such table (before 2.10).
+    Looking is one pass in the extension over what torch's stable C interface tells of each tensor, or the
+    same in Python where torch is none that the extension knows.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -89,19 +87,20 @@ class _PythonWatch:
         self._seen = [_described(tensor) for tensor in tensors]
 
     def changed(self, begin: int, end: int) -> bool:
-        return any(
-            _described(t) != s for t, s in zip(self._tensors[begin:end], self._seen[begin:end], strict=True)
-        )
+        tensors, seen = self._tensors[begin:end], self._seen[begin:end]
+        try:
+            return any(_described(t) != s for t, s in zip(tensors, seen, strict=True))
+        except RuntimeError:  # one has no memory to tell of any more
+            return True
 
 
 def _watch(tensors: tuple[torch.Tensor, ...]) -> extension.Watch | _PythonWatch:
     import torch  # noqa: PLC0415 - plans are used where torch is not
 
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    try:
+        return extension.Watch(tensors, torch.Tensor)
+    except NotImplementedError:
         return _PythonWatch(tensors)
-    # Where each tensor's own objects lie, to be fetched early: see csrc/watch.h.
-    near = array("Q", chain.from_iterable((t._cdata, t.untyped_storage()._cdata) for t in tensors))
-    return extension.Watch(tensors, torch.Tensor, near)
 
 
 def _described(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -147,12 +147,18 @@ class BucketPlan:
 
     @cached_property
     def tensors_of_bucket(self) -> tuple[range, ...]:
-        """For each bucket the positions in ``tensors`` that have a piece in it."""
+        """For each bucket the positions in ``tensors`` that have a piece in it.
+
+        Those without elements belong to the bucket of the tensor before them, so that a pack looks at each.
+        """
         spans: list[tuple[int, int]] = [(0, 0)] * self.num_buckets
-        for position, entry in enumerate(self.tensors):
-            for piece in entry.pieces:
-                start, stop = spans[piece.bucket]
-                spans[piece.bucket] = (start if stop else position, position + 1)
+        last = 0
+        for position, entry in enumerate(self.tensors if spans else ()):
+            buckets = [piece.bucket for piece in entry.pieces] or [last]
+            for bucket in buckets:
+                start, stop = spans[bucket]
+                spans[bucket] = (start if stop else position, position + 1)
+            last = buckets[-1]
         return tuple(range(*span) for span in spans)
 
     @cached_property

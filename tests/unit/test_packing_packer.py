@@ -1,5 +1,6 @@
 """Packing and unpacking: every kind of tensor, misuse by name, re-binding, foreign memory."""
 
+import collections
 import gc
 import mmap
 import threading
@@ -198,12 +199,12 @@ def test_one_moved_tensor_among_many_is_noticed(which):
         targets.unpack(0, memory)
 
 
-@pytest.fixture(params=["one call in the extension", "a torch without exchange table"])
+@pytest.fixture(params=["one call in the extension", "a torch that the extension does not know"])
 def every_way_to_look(request, monkeypatch):
     if request.param.startswith("a torch"):
         monkeypatch.setattr(native, "_watch", native._PythonWatch)
-    elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch has none")
+    else:
+        assert isinstance(native._watch((torch.zeros(1),)), extension.Watch)
 
 
 CHANGES = {  # of a (6, 4) bfloat16 tensor, at the address that it has
@@ -247,10 +248,8 @@ def test_a_tie_that_was_cut_is_refused_whichever_of_the_two_moved(every_way_to_l
 
 
 def test_looking_for_changed_tensors_checks_its_arguments():
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch has no exchange table")
     memory = torch.zeros(100)
-    watch = extension.Watch((memory,), torch.Tensor, array("Q", [1, (1 << 64) - 1]))  # hints are never read
+    watch = extension.Watch((memory,), torch.Tensor)
     assert len(watch) == 1
     assert not watch.changed(0, 1)
     memory.resize_(200)
@@ -259,13 +258,61 @@ def test_looking_for_changed_tensors_checks_its_arguments():
     for begin, end in [(0, 2), (1, 0), (2, 2)]:
         with pytest.raises(ValueError, match="no such tensors"):
             watch.changed(begin, end)
-    for tensors, type_, near, message in [
-        ((memory,), torch.Tensor, [0], "two addresses for each"),
-        ((memory, 3), torch.Tensor, [0] * 4, "not a tensor"),
-        ((memory,), torch.nn.Module, [0, 0], "no DLPack exchange table"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            extension.Watch(tensors, type_, array("Q", near))
+    with pytest.raises(ValueError, match="not a tensor"):
+        extension.Watch((memory, 3), torch.Tensor)
+
+
+class _Elsewhere:
+    """Has a tensor's attributes, but holds no C++ tensor."""
+
+    _cdata = 12345
+
+    def untyped_storage(self):
+        return self
+
+
+def test_what_holds_no_tensor_of_torch_is_not_looked_into():
+    for stranger in (_Elsewhere(), object()):
+        with pytest.raises(NotImplementedError):
+            extension.Watch((stranger,), type(stranger))
+
+
+def test_tensors_that_were_swapped_under_their_python_objects_are_noticed():
+    weights = {name: torch.nn.Parameter(torch.full((50,), value)) for name, value in (("a", 1.0), ("b", 2.0))}
+    packer = Packer(BucketPlan.build(weights))
+    packer.bind(weights)
+    before = bytes(packer.pack(0).memory)
+    torch.utils.swap_tensors(weights["a"], weights["b"])
+    assert packer.pack(0).memory == pack_reference(packer.plan, weights)[0] != before
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5, 6, 9])
+def test_tensors_of_many_dimensions_are_looked_at_too(every_way_to_look, rank):
+    """torch keeps shapes of more than five dimensions in another place."""
+    shape = (2, 3, *[1] * (rank - 2)) if rank > 1 else (6,) * rank
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    packer = Packer(BucketPlan.build({"w": weight}))
+    packer.bind({"w": weight})
+    packer.pack(0)
+    with torch.no_grad():
+        weight += 1
+    assert packer.pack(0).memory == pack_reference(packer.plan, {"w": weight.detach()})[0]
+    weight.data = weight.data.view(*shape, 1)
+    with pytest.raises(PackingError, match="'w' has shape"):
+        packer.pack(0)
+
+
+@pytest.mark.parametrize("device", ["meta", "sparse"])
+def test_a_tensor_that_left_host_memory_is_refused(every_way_to_look, device):
+    weight = torch.zeros(10)
+    packer = Packer(BucketPlan.build({"w": weight}))
+    packer.bind({"w": weight})
+    packer.pack(0)
+    torch.utils.swap_tensors(
+        weight, torch.zeros(10, device="meta") if device == "meta" else weight.to_sparse()
+    )
+    with pytest.raises(PackingError, match="'w' is on meta" if device == "meta" else "'w' has layout"):
+        packer.pack(0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -290,15 +337,31 @@ def test_a_change_is_noticed_while_the_bucket_is_being_packed(threads, which):
         packer.pack(0)
 
 
+@pytest.mark.parametrize("which", ["first", "middle", "last"])
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20])
+def test_a_tensor_that_had_no_elements_and_gets_some_is_refused(every_way_to_look, which, bucket_bytes):
+    """Its elements would be left out of every bucket."""
+    sizes = {"first": 0, "a": 1000, "middle": 0, "b": 1000, "last": 0}
+    weights = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+    plan = BucketPlan.build(weights, bucket_bytes=bucket_bytes)
+    packer, unpacker = Packer(plan), Unpacker(plan)
+    packer.bind(weights)
+    targets = unpacker.bind(weights)
+    memory = [bytes(packer.pack(index).memory) for index in range(plan.num_buckets)]
+    weights[which].data = torch.ones(3)
+    with pytest.raises(PackingError, match=r"targets of bucket \d+ moved"):
+        collections.deque(map(targets.unpack, range(plan.num_buckets), memory))
+    with pytest.raises(PackingError, match=rf"'{which}' has shape \(3,\); the bucket plan has \(0,\)"):
+        collections.deque(map(packer.pack, range(plan.num_buckets)))
+
+
 def test_packing_behind_a_watch_checks_its_arguments():
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch has no exchange table")
     memory = (torch.zeros(100), torch.ones(100))
     buckets = extension.Buckets([(0, 100)] * 2, [(0, 0, 0, 0, 100), (1, 0, 400, 0, 100)], [800])
     views, pool, out = extension.Views(buckets, False), extension.Pool(2), bytearray(800)
     for index, tensor in enumerate(memory):
         views.add(index, 0, [100], [1], (tensor.data_ptr(), tensor.data_ptr(), 400))
-    watch = extension.Watch(memory, torch.Tensor, array("Q", [0] * 4))
+    watch = extension.Watch(memory, torch.Tensor)
     good = {"starts": array("Q", [0, 1, 2]), "tensors": (0, 2), "bucket": 0, "memory": out}
 
     def pack(**changes):

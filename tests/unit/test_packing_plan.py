@@ -56,6 +56,36 @@ def test_tied_tensors_are_sent_once_and_views_of_other_shape_are_not_tied():
     assert plan.statistics().aliases == 1
 
 
+def test_tensors_without_elements_belong_to_the_bucket_before_them():
+    sizes = {"e0": 0, "a": 100, "e1": 0, "b": 1000, "e2": 0, "c": 1, "e3": 0, "e4": 0}
+    plan = BucketPlan.build({name: torch.zeros(size) for name, size in sizes.items()}, bucket_bytes=1024)
+    names = [[plan.tensors[p].name for p in span] for span in plan.tensors_of_bucket]
+    assert sorted({name for bucket in names for name in bucket}) == sorted(sizes)
+    assert names[0] == ["e0", "a", "e1"]  # b begins a bucket and is split
+    assert names[-2] == ["b", "e2"]
+    assert names[-1] == ["c", "e3", "e4"]
+    assert BucketPlan.build({"none": torch.zeros(0)}).tensors_of_bucket == ()
+
+
+@pytest.mark.parametrize("change", ["missing", "renamed", "moved", "reshaped", "wire dtype"])
+def test_a_change_of_a_tensor_without_elements_is_a_difference_of_plans(change):
+    """No bucket's hash knows of it, so the plans of both sides must."""
+    zeros, empty = torch.zeros(4), torch.zeros(0, 3)
+    model = {"a": zeros, "b": torch.zeros(5), "empty": empty}
+    changed = {
+        "missing": {"a": zeros, "b": model["b"]},
+        "renamed": {"a": zeros, "b": model["b"], "void": empty},
+        "moved": {"a": zeros, "empty": empty, "b": model["b"]},
+        "reshaped": model | {"empty": torch.zeros(0, 4)},
+        "wire dtype": model | {"empty": empty.half()},
+    }[change]
+    plan, other = BucketPlan.build(model), BucketPlan.build(changed)
+    assert plan.digest() != other.digest()
+    difference = plan.difference(other)
+    assert difference is not None
+    assert "empty" in difference
+
+
 def test_empty_tensors_and_an_empty_model_have_a_plan():
     plan = BucketPlan.build({"none": torch.zeros(0, 4), "scalar": torch.zeros(())})
     assert places(plan) == {"none": [], "scalar": [(0, 0, 0, 1)]}
