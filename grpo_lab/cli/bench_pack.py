@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.outputs import output_file, plot_file
 from grpo_lab.files import write_whole
 from grpo_lab.packing import benchmark_report as report
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.repeats < 1:
         parser.error(f"--repeats is {options.repeats}; it must be at least 1")
 
-    console = Console()
+    console = PipeConsole()
     console.width = max(console.width, 170)  # a row of the table is a line, in a log too
     rows: list[Row] = []
     cases = list(report.cases(options.quick))

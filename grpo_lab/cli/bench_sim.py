@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.outputs import output_file, plot_file
 from grpo_lab.files import write_whole
 from grpo_lab.harness import sim_benchmark_report as report
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     options = parser.parse_args(argv)
     load = os.getloadavg()[0]
-    console = Console()
+    console = PipeConsole()
     console.width = max(console.width, 190)
     rows: list[SimRow] = []
     began_s = time.monotonic()

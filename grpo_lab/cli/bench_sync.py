@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.outputs import output_file, plot_file
 from grpo_lab.files import write_whole
 from grpo_lab.harness import sync_benchmark_report as report
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 1 <= getattr(options, name) <= most:
             parser.error(f"--{name} is {getattr(options, name)}; it must be from 1 to {most:,}")
     load = os.getloadavg()[0]
-    console = Console()
+    console = PipeConsole()
     console.width = max(console.width, 150)
     rows = asyncio.run(_run(options, console))
     found = report.fits(rows)

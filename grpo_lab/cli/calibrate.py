@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.harness.refusals import require_output, require_trace
 
 
@@ -31,7 +31,7 @@ def calibrate(
 
     found = calibration_runs.calibrate(runs)
     found.save(out)
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     for line in validation_report.calibration_lines(found):
         console.print(escape(line), soft_wrap=True)
     console.print(

@@ -16,6 +16,7 @@ from rich.table import Table
 from grpo_lab.check import Checker, CheckResult, RuleResult, Violation, check_trace, read_parts
 from grpo_lab.check.follow import FIRST_FILE_S, await_parts, parts_directory
 from grpo_lab.check.follow import follow as follow_trace
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.outputs import require_writable
 from grpo_lab.errors import TraceError, UserError
 from grpo_lab.events import (
@@ -88,7 +89,7 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bo
         raise TraceError(
             f"{path}: the trace holds no event, so it shows nothing. Name a directory that a run wrote"
         )
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     console.print(_table(result))
     broken = [rule for rule in result.rules if rule.violations]
     if broken:
@@ -102,7 +103,7 @@ def check(path: tyro.conf.Positional[Path], json: Path | None = None, follow: bo
 def _follow(path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"--follow {path}: expected the directory of a run that goes on")
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     if parts_directory(path) is None:
         place = escape(str(path))
         console.print(

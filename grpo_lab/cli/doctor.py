@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.errors import ConfigError, GrpoLabError
 from grpo_lab.transport.segment import SHM_DIRECTORY
 
@@ -39,7 +39,7 @@ def doctor() -> int:
     for finding in findings:
         note = "" if finding.good else finding.without_it
         table.add_row(marks[finding.good], finding.what, finding.words, note)
-    Console().print(table)
+    PipeConsole().print(table)
     return 3 if any(finding.good is False for finding in findings) else 0
 
 

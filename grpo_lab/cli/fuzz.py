@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.status import Status
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.errors import ConfigError
 from grpo_lab.harness.refusals import require_place
 from grpo_lab.testing.coordinators import MUTANT, load_coordinator
@@ -86,7 +87,7 @@ def fuzz(
     # Imported after the arguments were judged: it takes seconds, and --help should not.
     from grpo_lab.testing.search import SCENARIOS, load_parts, save_all, search  # noqa: PLC0415
 
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     if exhaustive:
         protocol = load_coordinator(coordinator)
         from grpo_lab.cli.fuzz_exhaustive import fuzz_exhaustive  # noqa: PLC0415

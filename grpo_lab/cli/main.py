@@ -81,9 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()
     except BrokenPipeError:  # as `| head` closes it
-        with contextlib.suppress(OSError):  # or the interpreter fails to flush it once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        code = BROKEN_PIPE
+    except OSError as error:
+        print(f"grpo-lab: the output cannot be written: {error}", file=sys.stderr)  # noqa: T201
+        code = FAILED
+    else:
+        return code
+    with contextlib.suppress(OSError):  # or the interpreter fails to flush it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
@@ -121,7 +126,10 @@ def _guarded(name: str, command: Command, words: list[str]) -> int:
 def _nobody_reads() -> bool:
     """Whether standard output is a pipe that its reader has closed; a pipe of ours may break as well."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except OSError:  # it is no file
+        return False
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 

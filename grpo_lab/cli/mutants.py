@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.outputs import PLOT_KINDS, require_writable
 from grpo_lab.errors import ConfigError
 from grpo_lab.files import replacing
@@ -70,7 +71,7 @@ def mutants(
     from grpo_lab.testing.mutants.page import summary  # noqa: PLC0415
 
     picked = chosen(only, real=real)
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     with _Shown(console, len(picked)) as shown:
         result = run_campaign(
             picked,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import tyro
 from rich.console import Console
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.outputs import require_writable
 from grpo_lab.errors import ConfigError, InvariantViolation
 from grpo_lab.events import Record, field_types
@@ -71,7 +72,7 @@ def replay(
         raise
     except Exception as raised:  # whatever ended the run is what is replayed
         error = raised
-    _show(records, until, Console(highlight=False, markup=False))
+    _show(records, until, PipeConsole(highlight=False, markup=False))
     _write(records, html, trace)
     return _verdict(case, error, len(records) - 1)
 

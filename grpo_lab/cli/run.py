@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.harness.recipe import RECIPES, Recipe, load_recipe
 from grpo_lab.harness.refusals import refuse_at_a_glance
 from grpo_lab.harness.rewards import reward_functions
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     # Imported after the arguments were read and judged: it takes seconds, and --help should not.
     from grpo_lab.harness.runner import run  # noqa: PLC0415
 
-    return run(recipe, Console(highlight=False))
+    return run(recipe, PipeConsole(highlight=False))
 
 
 def _refuse_what_it_names(recipe: Recipe) -> None:

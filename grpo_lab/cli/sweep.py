@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.errors import ConfigError
 from grpo_lab.harness.executors import Executor, LocalExecutor, RayExecutor
 from grpo_lab.harness.experiment import Scale
@@ -56,7 +56,7 @@ def sweep(
     from grpo_lab.harness.sweep import run_sweep, tell  # noqa: PLC0415
 
     folder = SweepFolder(out, experiment.name)
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     with contextlib.ExitStack() as stack:
         executor = _executor(ray, workers if workers is not None else experiment.workers, stack)
         console.print(f"[bold]{experiment.name}[/]: {experiment.question}", soft_wrap=True)

@@ -13,10 +13,10 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.errors import ConfigError
 from grpo_lab.files import write_whole
 from grpo_lab.harness.refusals import require_output, require_place
-from grpo_lab.trainer.interrupts import hear_ctrl_c
 
 if TYPE_CHECKING:
     from grpo_lab.harness.calibration import Calibration
@@ -89,7 +89,7 @@ def tune(config: tyro.conf.OmitArgPrefixes[TuneConfig]) -> int:
     from grpo_lab.harness import tuning, tuning_report, validation_report  # noqa: PLC0415 - slow: torch
 
     space = tuning.parse_space(config.over, recipe) or tuning.default_space(recipe)
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
     candidates = tuning.candidates_of(recipe, space, config.candidates, config.seed)
@@ -147,7 +147,7 @@ def _verify(config: TuneConfig, tuned: Tuned, calibration: Calibration, console:
 def _pool(workers: int) -> contextlib.AbstractContextManager[Executor | None]:
     if workers == 1:
         return contextlib.nullcontext()
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=hear_ctrl_c)
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 
+from grpo_lab.cli.console import PipeConsole
 from grpo_lab.errors import ConfigError
 from grpo_lab.harness.calibration import Calibration
 from grpo_lab.harness.refusals import require_output, require_trace
@@ -53,7 +53,7 @@ def validate(
         held_out = {**calibration.held_out, name: comparison.errors()}
         calibration = replace(calibration, held_out=held_out)
         calibration.save(latency)
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     console.print(
         validation_report.comparison_table(comparison, f"{name}: predicted ({seeds} seeds), measured")
     )

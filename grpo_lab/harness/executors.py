@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from grpo_lab.errors import ConfigError, GrpoLabError
 from grpo_lab.harness.experiment import Point, Setting
-from grpo_lab.trainer.interrupts import children_born_deaf, hear_ctrl_c
+from grpo_lab.trainer.interrupts import children_born_deaf, children_ended_early
 
 RunPoint = Callable[[Point, Path], Mapping[str, Setting]]
 RAY_CONNECT_S = 10.0
@@ -76,7 +76,7 @@ class LocalExecutor:
     ) -> Generator[PointResult, None, list[Point]]:
         """Takes points off ``waiting``; returns those that ran when a process died."""
         running: dict[Future[PointResult], Point] = {}
-        with self._pool(self._workers) as pool:
+        with self._pool(self._workers) as pool, children_ended_early():
             try:
                 while waiting or running:
                     while waiting and len(running) < self._workers:
@@ -95,7 +95,7 @@ class LocalExecutor:
     def _alone(self, function: RunPoint, point: Point, folder: Path) -> PointResult:
         started_s = time.monotonic()
         try:
-            with self._pool(1) as pool:
+            with self._pool(1) as pool, children_ended_early():
                 with children_born_deaf():
                     future = pool.submit(_guarded, function, point, folder)
                 return future.result()
@@ -179,7 +179,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="watches the sweep", daemon=True).start()
-    hear_ctrl_c()
 
 
 def _guarded(function: RunPoint, point: Point, folder: Path) -> PointResult:

@@ -22,7 +22,7 @@ from grpo_lab.harness.recipe import Recipe, recipe_with
 from grpo_lab.harness.tuning_constraints import Constraint, Objective
 from grpo_lab.harness.validation import predict, recipe_parameters
 from grpo_lab.harness.validation_figures import Figures
-from grpo_lab.trainer.interrupts import children_born_deaf
+from grpo_lab.trainer.interrupts import children_born_deaf, children_ended_early
 
 Settings = Mapping[str, Setting]
 Evaluate = Callable[[Sequence[Settings], int], Sequence[Figures | None]]
@@ -143,8 +143,9 @@ class Simulator:
         if self.pool is None:
             return list(map(one, candidates))
         with children_born_deaf():
-            found = self.pool.map(one, candidates)
-        return list(found)
+            jobs = [self.pool.submit(one, candidate) for candidate in candidates]
+        with children_ended_early():
+            return [job.result() for job in jobs]
 
 
 def _simulated(

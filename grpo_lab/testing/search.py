@@ -162,7 +162,7 @@ def load_parts(protocol: str) -> Parts:
     from grpo_lab.testing.mutants.catalogue import find  # noqa: PLC0415 - it loads every mutant
     from grpo_lab.testing.mutants.clusters import Clusters  # noqa: PLC0415
 
-    mutant = find(protocol.removeprefix(MUTANT))
+    mutant = find(protocol.removeprefix(MUTANT), real=False)  # the real trainer takes seconds
     if not isinstance(mutant.fixture, Clusters):
         raise ConfigError(
             "coordinator", protocol, f"one of a whole cluster, and it is one of {mutant.fixture.name}"

@@ -17,7 +17,7 @@ from grpo_lab.testing.mutants.catalogue import all_mutants, find
 from grpo_lab.testing.mutants.hunt import hunt
 from grpo_lab.testing.mutants.mutant import DEADLOCK, Fixture, Mutant
 from grpo_lab.testing.mutants.window import around
-from grpo_lab.trainer.interrupts import children_born_deaf, hear_ctrl_c
+from grpo_lab.trainer.interrupts import children_born_deaf, children_ended_early
 
 PROGRESS = "progress.jsonl"
 MIN_CLEAN_EXAMPLES = 25
@@ -206,13 +206,9 @@ def _examples_of(kills: Iterable[Kill]) -> dict[str, int]:
 
 
 def _gather(keep: Callable[..., None], jobs: Sequence[Future[Any]]) -> None:
-    try:
+    with children_ended_early():
         for job in as_completed(jobs):
             keep(job.result(), new=True)
-    except BaseException:
-        for job in jobs:
-            job.cancel()
-        raise
 
 
 def rule_order(rule: str) -> tuple[str, int]:
@@ -223,7 +219,6 @@ def rule_order(rule: str) -> tuple[str, int]:
 
 def _quiet() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    hear_ctrl_c()
 
 
 def _hunt_named(mutant_id: str, seconds: float, out: str) -> Kill:

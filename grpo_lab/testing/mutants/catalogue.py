@@ -61,11 +61,13 @@ def chosen(only: Sequence[str], *, real: bool = False) -> tuple[Mutant, ...]:
     return tuple(item for item in everything if not only or item.id in only or item.case in only)
 
 
-def find(mutant_id: str) -> Mutant:
-    for mutant in all_mutants(real=True):
+def find(mutant_id: str, *, real: bool = True) -> Mutant:
+    """Raises ``ConfigError`` for an unknown id. Without ``real`` only those of the simulation are known."""
+    for mutant in all_mutants(real=real):
         if mutant.id == mutant_id:
             return mutant
-    raise ConfigError("mutant", mutant_id, "the id of a mutant, as grpo-lab mutants lists it")
+    words = "the id of a mutant" if real else "the id of a mutant of whole clusters, like M44"
+    raise ConfigError("mutant", mutant_id, f"{words}, as grpo-lab mutants lists it")
 
 
 def _order(mutant_id: str) -> tuple[int, str]:

@@ -1,0 +1,73 @@
+"""What becomes of output that nobody reads or that cannot be written, and of what the caller left out."""
+
+import os
+import sys
+
+import pytest
+
+from grpo_lab.cli import run as cli_run
+from grpo_lab.cli.console import PipeConsole
+from grpo_lab.cli.main import Command, main
+
+
+@pytest.fixture
+def stdout(monkeypatch):
+    """Puts an open file in the place of standard output; the real one is not touched."""
+    opened = []
+
+    def put(descriptor):
+        stream = os.fdopen(descriptor, "w")
+        opened.append(stream)
+        monkeypatch.setattr(sys, "stdout", stream)
+
+    yield put
+    for stream in opened:
+        stream.close()
+
+
+def closed_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def test_a_reader_that_leaves_ends_a_command_without_a_word(stdout, capsys):
+    stdout(closed_pipe())
+    assert main(["--help"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_under_standard_output_is_told(stdout, capsys):
+    stdout(os.open("/dev/full", os.O_WRONLY))
+    assert main(["--help"]) == 3
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_another_pipe_that_breaks_is_a_failure(monkeypatch, capsys):
+    def broken(command, name, words):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(Command, "run", broken)
+    assert main(["doctor"]) == 3
+    assert capsys.readouterr().err == "grpo-lab doctor: [Errno 32] Broken pipe\n"
+
+
+def test_a_reward_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    """`python -m` looks there, the installed `grpo-lab` did not: the README's own example was refused."""
+    (tmp_path / "reward_of_the_working_directory.py").write_text("def f(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    seen = []
+    monkeypatch.setattr(cli_run, "_refuse_what_it_names", seen.append)
+    monkeypatch.setattr("grpo_lab.harness.runner.run", lambda recipe, console: 0)
+    assert main(["run", "smoke", "--reward", "reward_of_the_working_directory:f", "--out", "runs"]) == 0
+    assert seen[0].reward == "reward_of_the_working_directory:f"
+
+
+def test_a_reader_that_leaves_does_not_end_what_is_under_way(stdout):
+    """rich exits with 1, "a rule was violated", and a run left half of its files."""
+    stdout(closed_pipe())
+    console = PipeConsole()
+    console.print("seen by nobody")
+    console.print("nor this")
+    sys.stdout.flush()
