@@ -28,6 +28,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.replace(path)
+    except OSError as error:
+        if error.filename is None:  # a full disk does not say whose
+            error.filename = str(path)
+        raise
     finally:
         with contextlib.suppress(OSError):  # what went wrong before says more
             temporary.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import select
@@ -17,6 +18,7 @@ from grpo_lab.errors import ConfigError, GrpoLabError
 
 FAILED = 3
 INTERRUPTED = 130
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BROKEN_PIPE = 141  # what a shell says of a process that SIGPIPE has ended
 SURROGATES = ("\ud800", "\udfff")
 USAGE = """\
@@ -117,7 +119,8 @@ def _guarded(name: str, command: Command, words: list[str]) -> int:
     except OSError as error:  # a full disk, say: nothing that a traceback would explain
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             raise
-        print(f"grpo-lab {name}: {error}", file=sys.stderr)  # noqa: T201
+        hint = ". Make room there, or have it written elsewhere" if error.errno in NO_ROOM else ""
+        print(f"grpo-lab {name}: {error}{hint}", file=sys.stderr)  # noqa: T201
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,5 +1,6 @@
 """What becomes of output that nobody reads or that cannot be written, and of what the caller left out."""
 
+import errno
 import os
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from grpo_lab.cli import run as cli_run
 from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.main import Command, main
+from grpo_lab.files import replacing
 
 
 @pytest.fixture
@@ -41,6 +43,18 @@ def test_a_full_disk_under_standard_output_is_told(stdout, capsys):
     stdout(os.open("/dev/full", os.O_WRONLY))
     assert main(["--help"]) == 3
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch, capsys):
+    def full(command, name, words):
+        with replacing(tmp_path / "result.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Command, "run", full)
+    assert main(["doctor"]) == 3
+    said = capsys.readouterr().err
+    assert f"No space left on device: '{tmp_path}/result.json'. Make room there" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_pipe_that_breaks_is_a_failure(monkeypatch, capsys):
