@@ -41,7 +41,8 @@ class PausesHold(Rule):
         super().__init__(context)
         self._held: dict[str, dict[str, str]] = {}  # engine -> request it has not returned -> admission
         self._paused: dict[str, str] = {}
-        self._mode: tuple[str, str] | None = None  # of the sync in flight
+        self._asked: tuple[str, str] | None = None  # mode of the sync in flight
+        self._mode: tuple[str, str] | None = None  # the same while the coordinator pauses
         self._members: tuple[str, ...] = ()
         self._frozen: dict[str, dict[str, str]] = {}  # engine -> requests that a keep froze
 
@@ -49,18 +50,18 @@ class PausesHold(Rule):
     def sync_began(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, SyncBegan)
-        self._mode, self._members = (event.pause_mode, record.id), event.members
+        self._asked = self._mode = (event.pause_mode, record.id)
+        self._members = event.members
 
     @on(StateChanged)
     def state_changed(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, StateChanged)
-        if event.after not in ("pausing", "paused"):
-            self._mode = None
+        self._mode = self._asked if event.after in ("pausing", "paused") else None
 
     @on(SyncEnded)
     def sync_ended(self, record: Record) -> None:
-        self._mode = None
+        self._asked = self._mode = None
 
     @on(RequestAdmitted)
     def admitted(self, record: Record) -> None:
@@ -129,6 +130,7 @@ class PausesHold(Rule):
         event = record.event
         assert isinstance(event, EngineFenced)
         self._frozen.pop(event.engine, None)
+        self._members = tuple(name for name in self._members if name != event.engine)  # stopped in any mode
 
     @on(MemberDied, MemberStarted)
     def emptied(self, record: Record) -> None:

@@ -129,6 +129,7 @@ class CommitNeedsTheView(Rule):
         event = record.event
         assert isinstance(event, EngineAdmitted)
         engine = event.engine
+        self._outside.pop(engine, None)  # the next commit is to name it
         fenced = self._fenced.pop(engine, None)
         if fenced is not None:
             self.count()
@@ -279,14 +280,19 @@ class OneSyncInFlight(Rule):
 class AbortLeavesPreviousVersion(Rule):
     """After a failure an engine that serves holds the previous version, whole. A torn one serves nothing
     until a whole version is written and activated; nobody serves a version whose sync was given up.
+
+    Needs `scope`: rolling, an engine that is ahead runs when the sync is given up, and has to be fenced
+    before the coordinator goes on.
     """
 
     id = "S15"
     words = "an aborted sync leaves exactly the previous version, or the engine out of service"
+    parameters = ("scope",)
     capability = "events"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        self._rolling = context.parameter("scope") == "rolling"
         self._active: dict[str, tuple[Weights, str]] = {}
         self._torn: dict[str, tuple[str, str]] = {}  # engine -> what was left half-done, event
         self._half_written: set[str] = set()  # of those: no whole write has followed
@@ -327,6 +333,14 @@ class AbortLeavesPreviousVersion(Rule):
         assert isinstance(event, SyncAborted)
         if event.final:
             self._aborted = ((event.term, event.version), record.id)
+            if not self._rolling:
+                self._to_judge = set(self._active) - self._fenced
+
+    @on(StateChanged)
+    def state_changed(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, StateChanged)
+        if self._rolling and self._aborted is not None and event.after in ("resuming", *_AT_REST):
             self._to_judge = set(self._active) - self._fenced
 
     @on(SyncBegan, VersionCommitted)

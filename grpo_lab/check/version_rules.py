@@ -24,6 +24,7 @@ from grpo_lab.events import (
     SampleDispatched,
     StateChanged,
     StepPlanned,
+    SyncBegan,
     TermBegan,
     VersionAnnounced,
     VersionCommitted,
@@ -225,8 +226,8 @@ class ActiveVersionNeverFalls(Rule):
 
 
 class LoadedPublishedCommitted(Rule):
-    """Loaded <= published always. Scope global: who serves has the committed version active. Scope rolling:
-    the active versions of the engines in service differ by at most one.
+    """Loaded <= published always. Who serves has the committed version active. Scope rolling: or the next
+    one while its sync is in flight, so the active versions of engines in service differ by at most one.
 
     Probation is exempt (canaries are asked then), and so is an engine that is fenced or paused.
     """
@@ -244,8 +245,10 @@ class LoadedPublishedCommitted(Rule):
         self._active: dict[str, tuple[Weights, str]] = {}
         self._paused: set[str] = set()
         self._fenced: set[str] = set()
+        self._fenced_before: set[str] = set()  # of those, by an earlier term
         self._judged: dict[str, tuple[Weights, Weights]] = {}
         self._probation = False
+        self._syncing = False
 
     @on(WeightsPublished)
     def published(self, record: Record) -> None:
@@ -273,16 +276,24 @@ class LoadedPublishedCommitted(Rule):
         event = record.event
         assert isinstance(event, VersionCommitted)
         self._committed = ((event.term, event.version), record.id)
+        self._fenced.difference_update(event.members)
+        self._fenced_before.clear()
 
     @on(TermBegan)
     def term_began(self, record: Record) -> None:
-        self._fenced.clear()  # the new term's full sync takes them in again
+        self._fenced_before.update(self._fenced)  # until the new term's full sync has taken them in again
 
     @on(StateChanged)
     def state_changed(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, StateChanged)
         self._probation = event.after == "probation"
+        if event.before != "disconnected" and event.after in ("running", "fenced"):
+            self._syncing = False
+
+    @on(SyncBegan)
+    def sync_began(self, record: Record) -> None:
+        self._syncing = True  # until it ends: a dead coordinator's, until a sync of its successor does
 
     @on(WeightsActivated)
     def activated(self, record: Record) -> None:
@@ -308,7 +319,8 @@ class LoadedPublishedCommitted(Rule):
     def taken_in(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineAdmitted)
-        self._fenced.discard(event.engine)
+        if event.engine not in self._fenced_before:
+            self._fenced.discard(event.engine)
 
     @on(MemberDied, MemberStarted)
     def emptied(self, record: Record) -> None:
@@ -334,12 +346,14 @@ class LoadedPublishedCommitted(Rule):
 
     def _judge(self, engine: str, what: str, record: Record) -> None:
         held = self._active.get(engine)
-        if held is None or self._committed is None or self._probation or self._rolling:
+        if held is None or self._committed is None or self._probation:
             return
         if engine in self._paused or engine in self._fenced:
             return
         active, committed = held[0], self._committed[0]
         if self._judged.get(engine) == (active, committed):
+            return
+        if self._rolling and self._syncing and active == (active[0], committed[1] + 1):
             return
         self._judged[engine] = (active, committed)
         self.count()

@@ -100,6 +100,7 @@ def cluster_of(
         slots = SLOTS if parameters["engine"] == "sim" else inflight + 1
         scenario = Scenario(
             **{name: parameters[name] for name in (*SHARED_FIELDS, "engines") if name in parameters},
+            sync_scope=parameters.get("scope", "global"),
             prompts_per_step=parameters["groups_per_step"],
             generations=parameters["num_generations"],
             max_inflight=inflight,

@@ -5,10 +5,12 @@ so that they take the same path. A sync is
 
     RUNNING -> PAUSING -> PAUSED -> TRANSFERRING -> LOADED [-> PROBATION] -> RESUMING -> RUNNING
 
-and a failure anywhere leads, after the retries, over ABORTING back to RUNNING on the previous version.
-An engine that may hold anything else than the committed version is FENCED: it stays paused and out of
-the view. The version moves in ``_commit`` and nowhere else: not on a timeout, not on an error, and not
-on a 200 either, but when every engine of the view has loaded it and proved that.
+and, rolling, from RESUMING back to PAUSING for every further engine. A failure anywhere leads, after the
+retries, over ABORTING back to RUNNING on the previous version. An engine that may hold anything else than
+the committed version is FENCED: it stays paused and out of the view. The version moves in ``_commit`` and
+nowhere else: not on a timeout, not on an error, and not on a 200 either, but when every engine of the view
+has loaded it and proved that. Rolling, an engine goes on under the new version before: what it generates
+is *provisional* until the commit, and lost if there is none.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ from grpo_lab.protocol.engine_actions import EngineActions
 from grpo_lab.protocol.engine_set import EngineSet
 from grpo_lab.protocol.phase_times import PhaseTimes
 from grpo_lab.protocol.timeouts import Timeouts
-from grpo_lab.types import PauseMode, SyncId, SyncState
+from grpo_lab.types import PauseMode, SyncId, SyncScope, SyncState
 
 
 @dataclass(frozen=True, slots=True)
 class SyncSettings:
-    """How to sync. Without a canary, engines that check no hashes prove structure only."""
+    """How to sync. Without a canary, engines that check no hashes prove structure only.
+
+    ``scope``: ``global`` pauses all engines, and none goes on before the commit; ``rolling`` pauses one after
+    another, so that the others generate meanwhile, each at most one version ahead of the committed one.
+    """
 
     pause_mode: PauseMode = "keep"
+    scope: SyncScope = "global"
     clear_cache: bool = True
     attempts: int = 3
     min_engines: int = 1
@@ -45,6 +52,8 @@ class SyncSettings:
     def __post_init__(self) -> None:
         if self.pause_mode not in ("abort", "wait", "keep"):
             raise ConfigError("pause_mode", self.pause_mode, "abort, wait or keep")
+        if self.scope not in ("global", "rolling"):
+            raise ConfigError("scope", self.scope, "global or rolling")
         for name in ("attempts", "min_engines"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "an integer of at least 1")
@@ -133,7 +142,10 @@ class Coordinator:
         return await self.resume()
 
     async def pause(self, optimizer_step: int = 0) -> None:
-        """First step: no engine of the view generates any more (or the sync is going to be aborted)."""
+        """First step: no engine generates any more whose turn is first (or the sync is going to be aborted).
+
+        With scope ``global`` that is every engine of the view.
+        """
         if self.state is not SyncState.RUNNING or self._beginning:
             raise SyncError(f"sync in state {self.state.value}: connect first, and one sync at a time")
         self._times = PhaseTimes(asyncio.get_running_loop().time)
@@ -150,9 +162,10 @@ class Coordinator:
 
     async def transfer(self) -> bool:
         """Second step: True when the version moved; False when all are back on the previous one."""
+        if self._moved:
+            raise SyncError(f"{self._sync} is committed: resume, then begin the next sync with pause")
         async with self._released_on_error():
-            if self.state is SyncState.PAUSED and await self._transfer():
-                await self._probation()
+            if await self._take_turns():
                 self._commit()
             else:
                 await self._abort()
@@ -161,8 +174,11 @@ class Coordinator:
     async def resume(self) -> SyncReport:
         """Last step: every engine of the view generates again."""
         async with self._released_on_error():
+            self._set.end_turns()
             await self._resume()
-        phases_s = {**self._source.phases_s(), **self._times.finish()}
+            self._enter(SyncState.RUNNING)
+        self._times.add_all(self._source.phases_s())
+        phases_s = self._times.finish()
         if self.is_sender:
             self._recorder.emit(
                 SyncEnded(
@@ -197,6 +213,7 @@ class Coordinator:
             failure = await self._led(self._actions.look)
             failure = await self._failure_of(self._delivery.begin_version()) or failure
         await self._require_agreement("begin", failure)
+        self._set.begin_turns(self._settings.scope)
         if self.is_sender:
             self._recorder.emit(
                 SyncBegan(
@@ -205,6 +222,7 @@ class Coordinator:
                     attempt=self._sync.attempt,
                     view=self._set.view_number,
                     members=self._set.names,
+                    scope=self._settings.scope,
                     pause_mode=self._settings.pause_mode,
                     clear_cache=self._settings.clear_cache,
                     optimizer_step=self._optimizer_step,
@@ -220,8 +238,32 @@ class Coordinator:
         else:
             self._why = f"pause: {failure or 'another rank failed'}"
 
+    async def _take_turns(self) -> bool:
+        """Whether all who are left in the view hold the version, turn by turn."""
+        rolling = self._settings.scope == "rolling"
+        while self.state is SyncState.PAUSED:
+            if not rolling or await self._rank_0_says("turn", bool(self._set.turn)):
+                if not await self._transfer():
+                    return False
+                await self._probation()
+            if not rolling or not await self._rank_0_says("next turn", not self._set.is_last_turn):
+                return True
+            await self._resume()
+            self._times.add_all(self._source.phases_s())
+            if self.is_sender:
+                self._set.next_turn()
+            # Another attempt, since what an identity carries is published once.
+            self._sync = SyncId(self._sync.term, self._sync.version, self._sync.attempt + 1)
+            await self._pause()
+        return False
+
+    async def _rank_0_says(self, what: str, there_is: bool) -> bool:
+        """Rank 0 knows the engines; the others hear of turns by this agreement."""
+        missing = self.is_sender and not there_is
+        return await self._agree(what, SyncError(f"nobody has the {what}") if missing else None)
+
     async def _transfer(self) -> bool:
-        """Attempts, always the same weights, until the whole view has proved them or none is left."""
+        """Attempts, always the same weights, until the whole turn has proved them or none is left."""
         failure = await self._led(self._actions.join)
         if not await self._agree("join", failure):
             self._why = f"join: {failure or 'another rank failed'}"
@@ -292,7 +334,6 @@ class Coordinator:
         with self._times.measure("resume"):
             failure = await self._led(self._actions.resume)
         await self._require_agreement("resume", failure)
-        self._enter(SyncState.RUNNING)
 
     @asynccontextmanager
     async def _released_on_error(self) -> AsyncIterator[None]:
@@ -309,6 +350,7 @@ class Coordinator:
         """Last resort on an exception: nobody stays paused without being declared fenced."""
         if not self._moved:
             await self._led(lambda sync: self._actions.return_to_previous("ended before its commit", sync))
+        self._set.end_turns()
         await self._led(self._actions.resume)
         self._enter(SyncState.RUNNING if self._set.view or not self.is_sender else SyncState.FENCED)
 

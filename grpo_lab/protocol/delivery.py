@@ -21,12 +21,12 @@ ENGINES_OWN_WORDS_S = 1.0  # after a failed send: until an update that failed to
 
 
 class Delivery:
-    """Moves the source's weights to every engine of the view, and knows which of them have loaded.
+    """Moves the source's weights to the engines whose turn it is, and knows which of all have loaded.
 
-    ``started`` says whether the version under way has touched any engine. ``loaded`` holds the names of
-    the engines that may hold it: asked to finish, and not known to hold anything else; any of them could
-    serve it once resumed. ``proved`` holds those of the newest attempt that also proved it; ``nbytes`` is
-    the size of the version, 0 until it has been packed.
+    ``started`` holds the names of the engines that the version under way has touched. ``loaded`` holds
+    those that may hold it: asked to finish, and not known to hold anything else; any of them could
+    serve it once resumed. ``proved`` holds those that also proved it in the newest attempt of their turn;
+    ``nbytes`` is the size of the version, 0 until it has been packed.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Delivery:
         self._limits = timeouts
         self._scores: Scores | None = None  # the trainer's, of the version under way
         self._scores_before: Scores | None = None
-        self.started = False
+        self.started: set[str] = set()
         self.loaded: set[str] = set()
         self.proved: set[str] = set()
         self.failures: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class Delivery:
 
     async def begin_version(self) -> None:
         """A new version is under way. On every rank: the canary's own scores are a collective matter."""
-        self.started = False
+        self.started = set()
         self.loaded = set()
         self.proved = set()
         self.failures.clear()
@@ -67,24 +67,24 @@ class Delivery:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the transport's members are exactly the engines of the view.
+        """Whether the transport's members are exactly the engines whose turn it is.
 
         It waits for each of its members, so one that was fenced must leave it before the next transfer.
         """
-        return self._joined == self._set.names
+        return self._joined == self._set.turn_names
 
     def forget_members(self) -> None:
         """Some engine restarted, and is in the transfer no more."""
         self._joined = ()
 
     async def handshake(self, sync: SyncId) -> dict[str, GrpoLabError]:
-        """Opens the transport and joins every engine of the view to it; returns the failures by engine.
+        """Opens the transport and joins every engine of the turn to it; returns the failures by engine.
 
         Raises what the transport itself raised when no engine is to blame.
         """
         limit_s = self._limits.handshake_s
         self._joined = ()
-        names = self._set.names
+        names = self._set.turn_names
         await bounded(self._transport.open(names, self._source.plan), limit_s, "opening the transport")
         accepting: list[GrpoLabError] = []
 
@@ -96,7 +96,7 @@ class Delivery:
 
         async with Nursery("handshake", limit_s) as nursery:
             nursery.start(accept(), name="accept")
-            failures = await self._set.failures_of(self._set.view, lambda engine: self._join(engine, sync))
+            failures = await self._set.failures_of(self._set.turn, lambda engine: self._join(engine, sync))
             if failures:
                 nursery.cancel()
         if accepting and not failures:
@@ -111,8 +111,8 @@ class Delivery:
 
     async def attempt(self, sync: SyncId, times: PhaseTimes) -> None:
         """Start, move and verify, finish, prove. Raises the first failure; any engine may be behind it."""
-        self.started = True
-        self.proved = set()
+        self.started.update(self._set.turn_names)
+        self.proved.difference_update(self._set.turn_names)
         joined, self._joined = self._joined, ()  # a transport that failed is closed
         async with gathered_to_the_end(self._source):
             try:
@@ -136,22 +136,18 @@ class Delivery:
         """The canary for engines that cannot score while paused. They are resumed for it, and serve
         nobody else; one that fails is paused again and fenced.
         """
-        on_trial = [engine for engine in self._set.view if not engine.capabilities.score_while_paused]
+        on_trial = [engine for engine in self._set.turn if not engine.capabilities.score_while_paused]
         failures = await self._set.failures_of(on_trial, lambda engine: self._resume_and_score(sync, engine))
         for name, error in failures.items():
             self._set.fence(name, f"probation: {error}", sync)
-        await self._set.failures_of(
-            [engine for engine in on_trial if engine.name in failures],
-            lambda engine: self._set.one(
-                "pause", lambda one: one.pause("abort", True, sync.term), engine, self._limits.pause_s, sync
-            ),
-        )
+        failed = [engine for engine in on_trial if engine.name in failures]
+        await self._set.stop(failed, self._limits.pause_s, sync)
         self._set.require_enough()
 
     @property
     def needs_probation(self) -> bool:
         return self._canary is not None and any(
-            not engine.capabilities.score_while_paused for engine in self._set.view
+            not engine.capabilities.score_while_paused for engine in self._set.turn
         )
 
     async def _join(self, engine: Engine, sync: SyncId) -> None:
@@ -197,7 +193,7 @@ class Delivery:
                 self.failures[engine.name] += 1
                 raise
 
-        updates = [(f"update of {engine.name}", update(engine)) for engine in self._set.view]
+        updates = [(f"update of {engine.name}", update(engine)) for engine in self._set.turn]
         await run_all(f"move {sync}", [("send", send()), *updates], limit_s)
         times.add("verify", clock() - sent_at_s)
 
@@ -226,14 +222,14 @@ class Delivery:
 
     async def _finish(self, sync: SyncId) -> list[GrpoLabError]:
         # From here on any of them may hold the version, also if its reply is lost or this is cancelled.
-        self.loaded.update(self._set.names)
+        self.loaded.update(self._set.turn_names)
         answers = await self._set.each(
             "finish", lambda engine: engine.finish_update(sync), self._limits.finish_s, sync
         )
         failures: list[GrpoLabError] = []
-        asked = [engine for engine in self._set.view if engine.name in answers]
+        asked = [engine for engine in self._set.turn if engine.name in answers]
         held_by = await asyncio.gather(*map(self.held_by, asked))
-        self.proved.update(name for name in self._set.names if name not in answers)
+        self.proved.update(name for name in self._set.turn_names if name not in answers)
         for engine, held in zip(asked, held_by, strict=True):
             error = answers[engine.name]
             if held == str(sync):
@@ -255,7 +251,7 @@ class Delivery:
 
     async def _prove(self, sync: SyncId) -> list[GrpoLabError]:
         """Hash or structure for who has loaded, then the canary where it can be asked for now."""
-        loaded = [engine for engine in self._set.view if engine.name in self.proved]
+        loaded = [engine for engine in self._set.turn if engine.name in self.proved]
         for engine in loaded:
             self._emit_proof(
                 sync, engine.name, "hash" if engine.capabilities.hashes else "structure", "holds"

@@ -39,7 +39,7 @@ class EngineActions:
 
     async def connect(self, sync: SyncId) -> None:
         """Waits for the engines and joins them to the transfer."""
-        self._set.declare_view()
+        self._set.begin_term()
         limit_s = self._limits.connect_s
         failures = await self._set.each("health", _until_healthy, limit_s, sync)
         for name, error in failures.items():
@@ -54,11 +54,13 @@ class EngineActions:
             self._delivery.forget_members()
 
     async def pause(self, sync: SyncId) -> None:
-        """Raises the first failure of an engine that lives: it may be generating still."""
-        failures = await self._pause(self._set.view, sync)
+        """Raises the first failure of an engine that lives: it may be generating still. When others hold the
+        version already, it is rather this one that goes.
+        """
+        failures = await self._pause(self._set.turn, sync)
         if failures:
             await self._set.fence_dead(tuple(failures), self._limits.resume_s, sync)
-            suspects = [engine for engine in self._set.view if engine.name in failures]
+            suspects = [engine for engine in self._set.turn if engine.name in failures]
             restarted = await self._set.look(suspects, self._limits.look_s, sync)
             if restarted:
                 self._delivery.forget_members()
@@ -68,15 +70,19 @@ class EngineActions:
             for name, error in failures.items():
                 if name in self._set.newcomers:  # nobody sends it anything
                     self._set.fence(name, f"could not be paused: {error}", sync, until_next_sync=True)
+                elif self._delivery.loaded and self._set.enough_without([name]):
+                    self._set.fence(name, f"could not be paused for {sync}: {error}", sync)
                 elif name not in self._set.fenced:
                     raise error
         self._set.require_enough()
 
     async def prepare_retry(self, sync: SyncId) -> None:
         """Fences the dead and joins the rest anew."""
-        await self._set.fence_dead(self._set.names, self._limits.resume_s, sync)
+        await self._set.fence_dead(self._set.turn_names, self._limits.resume_s, sync)
         self._set.require_enough()
         self._fence_repeaters(sync)
+        if not self._set.turn:
+            raise SyncError(f"{sync}: nobody is left whose turn it is")
         await self.join(sync)
 
     async def join(self, sync: SyncId) -> None:
@@ -99,7 +105,7 @@ class EngineActions:
 
         After joining, not before: who restarts later has left the transfer, and cannot load.
         """
-        restarted = await self._set.look(self._set.view, self._limits.look_s, sync)
+        restarted = await self._set.look(self._set.turn, self._limits.look_s, sync)
         for name, error in (await self._pause(restarted, sync)).items():
             reason = f"restarted, and could not be paused: {error}"
             self._set.fence(name, reason, sync, until_next_sync=True)
@@ -119,15 +125,15 @@ class EngineActions:
 
     def _fence_repeaters(self, sync: SyncId) -> None:
         """One engine that fails attempt after attempt must not keep the others from the new version."""
-        repeaters = [name for name in self._set.names if self._delivery.failures[name] >= REPEATED_FAILURES]
+        failures = self._delivery.failures
+        repeaters = [name for name in self._set.turn_names if failures[name] >= REPEATED_FAILURES]
         if self._set.enough_without(repeaters):
             for name in repeaters:
-                times = self._delivery.failures[name]
-                self._set.fence(name, f"failed {times} attempts of {sync}", sync)
+                self._set.fence(name, f"failed {failures[name]} attempts of {sync}", sync)
 
     async def settle(self, sync: SyncId) -> None:
         """After the last attempt: go on with those who proved the version, if they are enough."""
-        missing = [name for name in self._set.names if name not in self._delivery.proved]
+        missing = [name for name in self._set.turn_names if name not in self._delivery.proved]
         if not self._set.enough_without(missing):
             raise SyncError(f"{sync}: not proved by {', '.join(missing)}")
         for name in missing:
@@ -136,20 +142,29 @@ class EngineActions:
     async def return_to_previous(self, why: str, sync: SyncId) -> None:
         """What is staged is dropped, who may hold anything else than the previous version is fenced."""
         self._set.fence_newcomers(f"{sync} {why}: no weights yet", sync, self._delivery.loaded)
-        if self._delivery.started:
-            self._delivery.started = False
-            await self._drop(why, sync)
+        ahead = [engine for engine in self._set.view if engine.name in self._delivery.loaded]
+        paused = self._set.turn
+        for engine in ahead:
+            self._set.fence(engine.name, f"{sync} {why}: weights uncertain", sync)
+        await self._drop(why, sync)
+        running = [engine for engine in ahead if engine not in paused]
+        await self._set.stop(running, self._limits.pause_s, sync)
         await self._fence_heirs(why, sync)
 
     async def _drop(self, why: str, sync: SyncId) -> None:
-        for engine in self._set.view:
-            if engine.name in self._delivery.loaded or not engine.capabilities.staged:
+        touched = [engine for engine in self._set.turn if engine.name in self._delivery.started]
+        self._delivery.started.clear()
+        for engine in touched:
+            if not engine.capabilities.staged:
                 self._set.fence(engine.name, f"{sync} {why}: weights uncertain", sync)
-        failures = await self._set.each(
-            "abandon", lambda engine: engine.abandon_update(sync), self._limits.resume_s, sync
-        )
+        staged = [engine for engine in touched if engine.capabilities.staged]
+        failures = await self._set.failures_of(staged, lambda engine: self._abandon(engine, sync))
         for name, error in failures.items():
             self._set.fence(name, f"could not drop {sync}: {error}", sync)
+
+    async def _abandon(self, engine: Engine, sync: SyncId) -> None:
+        limit_s = self._limits.resume_s
+        await self._set.one("abandon", lambda one: one.abandon_update(sync), engine, limit_s, sync)
 
     async def _fence_heirs(self, why: str, sync: SyncId) -> None:
         """Before a term's first commit there is no previous version of its own to return to. An engine that

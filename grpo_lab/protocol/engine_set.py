@@ -10,7 +10,7 @@ from grpo_lab.errors import EngineRefused, GrpoLabError, SyncError
 from grpo_lab.events import EngineAcknowledged, EngineAdmitted, EngineFailed, EngineFenced, ViewChanged
 from grpo_lab.ports import Engine, Recorder
 from grpo_lab.protocol.timeouts import bounded
-from grpo_lab.types import SyncId
+from grpo_lab.types import SyncId, SyncScope
 
 EngineCall = Callable[[Engine], Awaitable[Any]]
 
@@ -22,6 +22,8 @@ class EngineSet:
     than the one it was fenced under, that was never met before, or that was fenced only until the next sync.
     ``newcomers`` were admitted that way and hold no committed weights yet; ``inherited`` are those that were
     there when the term began: what they hold, an earlier term has left, and perhaps never committed.
+    ``turn`` is the part of the view that is paused and gets the weights now: all of it at once, or, rolling,
+    one engine after another.
     """
 
     def __init__(self, engines: Sequence[Engine], recorder: Recorder, min_engines: int) -> None:
@@ -35,6 +37,7 @@ class EngineSet:
         self.fenced: dict[str, str] = {}
         self.newcomers: list[str] = []
         self.inherited: tuple[str, ...] = ()
+        self._turns: list[tuple[str, ...]] = [tuple(names)]  # that under way, and those to come
         self._starts: dict[str, str] = {}  # start ids of the engines that were met
         self._until_next_sync: set[str] = set()  # fenced engines that it takes in again
 
@@ -51,6 +54,42 @@ class EngineSet:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(engine.name for engine in self.view)
+
+    def begin_term(self) -> None:
+        """Its first sync goes to every engine, whatever was known of it in an earlier term."""
+        for known in (self.fenced, self.newcomers, self._starts, self._until_next_sync):
+            known.clear()
+        self._turns = [self.names]
+        self.declare_view()
+
+    @property
+    def turn(self) -> tuple[Engine, ...]:
+        return tuple(engine for engine in self.view if engine.name in self._turns[0])
+
+    @property
+    def turn_names(self) -> tuple[str, ...]:
+        return tuple(engine.name for engine in self.turn)
+
+    def begin_turns(self, scope: SyncScope) -> None:
+        """All at once, or one after another; those that hold nothing that this term has committed come first,
+        together: they must not serve while the others have their turns.
+        """
+        self._turns = [self.names]
+        if scope == "rolling":
+            first = tuple(name for name in self.names if name in (*self.newcomers, *self.inherited))
+            others: list[tuple[str, ...]] = [(name,) for name in self.names if name not in first]
+            self._turns = [first, *others] if first or not others else others
+
+    @property
+    def is_last_turn(self) -> bool:
+        return len(self._turns) == 1
+
+    def next_turn(self) -> None:
+        del self._turns[0]
+
+    def end_turns(self) -> None:
+        """All again. A pause that was given up may come late, and hit one that has had its turn."""
+        self._turns = [self.names]
 
     def declare_view(self) -> None:
         self.view_number += 1
@@ -131,9 +170,9 @@ class EngineSet:
     async def each(
         self, call: str, function: EngineCall, timeout_s: float, sync: SyncId
     ) -> dict[str, GrpoLabError]:
-        """Calls every engine of the view at once; returns the failures by engine name."""
+        """Calls every engine of the turn at once; returns the failures by engine name."""
         return await self.failures_of(
-            self.view, lambda engine: self.one(call, function, engine, timeout_s, sync)
+            self.turn, lambda engine: self.one(call, function, engine, timeout_s, sync)
         )
 
     @staticmethod
@@ -170,6 +209,14 @@ class EngineSet:
             )
         )
         return result
+
+    async def stop(self, members: Sequence[Engine], limit_s: float, sync: SyncId) -> None:
+        """Pauses engines that were fenced while they generated. Who does not answer is out of service too."""
+
+        async def pause(engine: Engine) -> None:
+            await self.one("pause", lambda one: one.pause("abort", True, sync.term), engine, limit_s, sync)
+
+        await self.failures_of(members, pause)
 
     async def fence_dead(self, suspects: Sequence[str], limit_s: float, sync: SyncId) -> None:
         """Fences those of ``suspects`` that do not answer a health request either."""

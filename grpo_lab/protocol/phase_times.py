@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -16,6 +16,10 @@ class PhaseTimes:
 
     def add(self, phase: str, seconds: float) -> None:
         self._phases_s[phase] = self._phases_s.get(phase, 0.0) + seconds
+
+    def add_all(self, phases_s: Mapping[str, float]) -> None:
+        for phase, seconds in phases_s.items():
+            self.add(phase, seconds)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:

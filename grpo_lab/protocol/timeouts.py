@@ -79,8 +79,10 @@ class Timeouts:
 
     @property
     def release_s(self) -> float:
-        """From anywhere in a sync back to the previous version: abandon, resume."""
-        return 2 * self.resume_s
+        """From anywhere in a sync back to the previous version: abandon, stop who runs ahead, ask what the
+        heirs of an earlier term hold, resume.
+        """
+        return 3 * self.resume_s + self.pause_s
 
     @property
     def agree_s(self) -> float:
@@ -93,13 +95,14 @@ class Timeouts:
         """The trainer, for a whole connect: finding the engines, agreeing, waiting for health, joining."""
         return 2 * self.connect_s + self.look_s + self.join_s + 2 * self.agree_s
 
-    def sync_s(self, attempts: int) -> float:
-        """The trainer, for a whole sync on its worst path: every attempt fails at its last moment, then
-        the way back, and a rank that does not answer.
+    def sync_s(self, attempts: int, turns: int = 1) -> float:
+        """The trainer, for a whole sync on its worst path: in every turn every attempt fails at its last
+        moment, then the way back, and a rank that does not answer.
         """
         tries = self.join_s + attempts * (self.attempt_s + self.resume_s + self.join_s)
         begin_s = self.look_s + self.score_s
-        return begin_s + self.pause_phase_s + tries + self.probation_s + 2 * self.release_s + self.agree_s
+        turn_s = self.pause_phase_s + tries + self.probation_s + self.resume_s
+        return begin_s + turns * turn_s + self.release_s + self.resume_s + self.agree_s
 
     @property
     def shutdown_s(self) -> float:

@@ -26,7 +26,7 @@ def declaration(scenario: Scenario, parts: Parts) -> RunDeclared:
             "trainer_ranks": scenario.trainer_ranks,
             "num_generations": scenario.generations,
             "max_inflight_tasks": scenario.max_inflight,
-            "scope": "global",
+            "scope": scenario.sync_scope,
             "ring_slots": scenario.ring_slots,
             "initial_version": 1,
             "logprob_tolerance": 1e-4,

@@ -165,7 +165,8 @@ class BridgedSync:
     def sync(self, named_tensors: NamedTensors, optimizer_step: int) -> SyncOutcome:
         coordinator = self._coordinator
         assert coordinator is not None
-        bound_s = LIMITS.sync_s(self._scenario.sync_attempts)
+        turns = self._scenario.engines if self._scenario.sync_scope == "rolling" else 1
+        bound_s = LIMITS.sync_s(self._scenario.sync_attempts, turns)
         report = self._call(coordinator, lambda one: one.sync(optimizer_step), bound_s)
         total_s = report.phases_s["total"]
         return SyncOutcome(report.version, report.committed, report.phases_s, total_s, report.fenced)
@@ -346,6 +347,7 @@ class LightTrainer:
 def sync_settings(scenario: Scenario) -> SyncSettings:
     return SyncSettings(
         pause_mode=scenario.pause_mode,
+        scope=scenario.sync_scope,
         clear_cache=scenario.clear_cache,
         attempts=scenario.sync_attempts,
         min_engines=scenario.min_engines,

@@ -20,7 +20,7 @@ from grpo_lab.errors import ConfigError, TraceError
 from grpo_lab.files import write_whole
 from grpo_lab.protocol.admission import StalenessBound, StalenessPolicy
 from grpo_lab.sim.tape import Tape
-from grpo_lab.types import PauseMode
+from grpo_lab.types import PauseMode, SyncScope
 
 FAILURE_SCHEMA = 1
 Lengths = Literal["geometric", "fixed", "heavy", "lognormal"]
@@ -167,6 +167,7 @@ class Scenario:
     max_inflight: int = 8
     queue_capacity: int = 4
     pause_mode: PauseMode = "keep"
+    sync_scope: SyncScope = "global"
     clear_cache: bool = True
     sync_attempts: int = 3
     min_engines: int = 1
@@ -273,6 +274,7 @@ class Scenario:
 
 _WORDS: Mapping[str, Any] = {
     "pause_mode": PauseMode,
+    "sync_scope": SyncScope,
     "lengths": Lengths,
     "engine_mode": EngineMode,
     "prefix_policy": PrefixPolicy,

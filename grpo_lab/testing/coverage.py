@@ -37,6 +37,7 @@ TRANSITIONS: dict[Edge, str] = {
     (_S.PROBATION, _S.RESUMING): "committed",
     (_S.PROBATION, _S.RUNNING): "closed before the resume, or interrupted with others in service",
     (_S.PROBATION, _S.FENCED): "failed or interrupted: who holds the version is fenced",
+    (_S.RESUMING, _S.PAUSING): "rolling: the next engine has its turn",
     (_S.RESUMING, _S.RUNNING): "every engine of the view generates again",
     (_S.RESUMING, _S.FENCED): "no engine came back",
     (_S.ABORTING, _S.RESUMING): "all are back on the previous version",

@@ -26,7 +26,8 @@ from grpo_lab.sim.scenario import (
 )
 from grpo_lab.sim.tape import Tape
 from grpo_lab.testing.coverage import Coverage
-from grpo_lab.testing.scopes import INTERRUPTIONS, Abilities, Scope, run_scope
+from grpo_lab.testing.scopes import INTERRUPTIONS, LATER_CANCELS, Abilities, Scope, run_scope
+from grpo_lab.types import SyncScope
 
 _SYNC_CALLS = ("pause", "start_update", "update", "finish_update", "resume", "score")
 _OTHER_CALLS = ("init_transfer", "health")
@@ -176,12 +177,14 @@ def all_faults(engines: int) -> Iterator[Fault]:
 def single_scopes(engines: Sequence[int] = (1, 2)) -> list[Scope]:
     """A fault or an interruption, or neither: with one attempt for a sync, and with two."""
     return [
-        Scope(count, abilities, fault=fault, interruption=interruption, sync_attempts=attempts)
+        Scope(
+            count, abilities, fault=fault, interruption=interruption, sync_attempts=attempts, sync_scope=way
+        )
         for count, attempts in itertools.product(engines, (1, 2))
-        for abilities in get_args(Abilities)
+        for way, abilities in itertools.product(_ways(count), get_args(Abilities))
         for fault, interruption in (
             *((fault, "") for fault in (None, *all_faults(count))),
-            *((None, interruption) for interruption in INTERRUPTIONS[1:]),
+            *((None, interruption) for interruption in _interruptions(way)),
         )
     ]
 
@@ -189,12 +192,20 @@ def single_scopes(engines: Sequence[int] = (1, 2)) -> list[Scope]:
 def paired_scopes(engines: Sequence[int] = (1, 2)) -> list[Scope]:
     """A fault and an interruption."""
     return [
-        Scope(count, abilities, fault=fault, interruption=interruption, sync_attempts=2)
+        Scope(count, abilities, fault=fault, interruption=interruption, sync_attempts=2, sync_scope=way)
         for count in engines
-        for abilities in get_args(Abilities)
+        for way, abilities in itertools.product(_ways(count), get_args(Abilities))
         for fault in all_faults(count)
-        for interruption in INTERRUPTIONS[1:]
+        for interruption in _interruptions(way)
     ]
+
+
+def _ways(engines: int) -> tuple[SyncScope, ...]:
+    return ("global", "rolling") if engines > 1 else ("global",)
+
+
+def _interruptions(way: SyncScope) -> tuple[str, ...]:
+    return (*INTERRUPTIONS[1:], *(LATER_CANCELS if way == "rolling" else ()))
 
 
 def quick_scopes(engines: Sequence[int] = (1, 2)) -> list[Scope]:

@@ -22,7 +22,7 @@ from grpo_lab.sim.tape import Tape
 from grpo_lab.sim.world import RunBroken, violation_error
 from grpo_lab.testing.coverage import Coverage
 from grpo_lab.testing.small_world import OnTrial, SmallWorld, Unstaged, small_scenario
-from grpo_lab.types import SyncState
+from grpo_lab.types import SyncScope, SyncState
 
 Abilities = Literal["full", "on-trial", "unstaged"]
 INTERRUPTED_STATES = (
@@ -34,7 +34,9 @@ INTERRUPTED_STATES = (
     SyncState.RESUMING,
     SyncState.ABORTING,
 )
+IN_LATER_TURN = "-in-later-turn"
 CANCELS = tuple(f"cancelled-{state.value}" for state in INTERRUPTED_STATES)
+LATER_CANCELS = tuple(name + IN_LATER_TURN for name in CANCELS if name != "cancelled-aborting")
 INTERRUPTIONS = ("", *CANCELS, "closed-paused", "closed-loaded", "broken-source")
 MAX_CALLBACKS = 200_000
 MAX_VIRTUAL_S = 7_200.0
@@ -48,7 +50,9 @@ class Scope:
         abilities: ``on-trial`` engines score only when resumed (with a canary: PROBATION); ``unstaged``
             ones lose their weights when an update fails.
         fault: strikes the ``occurrence``-th call, counted from the beginning (v1 included).
-        interruption: ``cancelled-<state>``: the sync is cancelled as soon as it is in that state;
+        sync_scope: ``rolling``: the engines of the second sync take turns.
+        interruption: ``cancelled-<state>``: the sync is cancelled as soon as it is in that state
+            (``-in-later-turn``: for the second time, which a rolling sync is in its second turn);
             ``closed-...``: the trainer closes after that step; ``broken-source``: parameters cannot be read.
     """
 
@@ -58,10 +62,12 @@ class Scope:
     fault: Fault | None = None
     interruption: str = ""
     sync_attempts: int = 2
+    sync_scope: SyncScope = "global"
 
     def __post_init__(self) -> None:
-        if self.interruption not in INTERRUPTIONS:
-            raise ConfigError("interruption", self.interruption, f"one of {', '.join(INTERRUPTIONS)}")
+        known = (*INTERRUPTIONS, *LATER_CANCELS)
+        if self.interruption not in known:
+            raise ConfigError("interruption", self.interruption, f"one of {', '.join(known)}")
         if self.abilities not in get_args(Abilities):
             raise ConfigError("abilities", self.abilities, f"one of {get_args(Abilities)}")
         _ = self.scenario  # its own checks
@@ -70,7 +76,12 @@ class Scope:
     def scenario(self) -> Scenario:
         faults = () if self.fault is None else (self.fault,)
         return small_scenario(
-            *faults, engines=self.engines, canary=self.canary, sync_attempts=self.sync_attempts, steps=3
+            *faults,
+            engines=self.engines,
+            canary=self.canary,
+            sync_attempts=self.sync_attempts,
+            sync_scope=self.sync_scope,
+            steps=3,
         )
 
     def parts(self, parts: Parts) -> Parts:
@@ -98,6 +109,7 @@ class Scope:
     def __str__(self) -> str:
         fault = self.fault
         words = [f"{self.engines} engines" if self.engines > 1 else "1 engine", self.abilities]
+        words += [self.sync_scope] if self.sync_scope != "global" else []
         if fault is not None:
             words.append(f"{fault.kind} at {fault.call} {fault.occurrence} of {fault.target}")
         if self.interruption:
@@ -200,10 +212,15 @@ class _Drive:
         world = self.world
         loop = asyncio.get_running_loop()
         sync = loop.create_task(world.sync(), name="sync under test")
+        awaited = interruption.removesuffix(IN_LATER_TURN)
+        to_pass = 1 if interruption.endswith(IN_LATER_TURN) else 0
 
         def cancel(state: SyncState) -> None:
-            if interruption == f"cancelled-{state.value}":
-                loop.call_soon(sync.cancel)
+            nonlocal to_pass
+            if awaited == f"cancelled-{state.value}":
+                to_pass -= 1
+                if to_pass < 0:
+                    loop.call_soon(sync.cancel)
 
         world.recorder.on_state = cancel
         try:

@@ -112,7 +112,7 @@ class SmallWorld:
         self.recorder.observe(self._run.last_id)
 
     async def connect(self) -> None:
-        """A new term, with the same engines: fenced ones stay out of its view."""
+        """A new term, with the same engines."""
         self.term += 1
         self.recorder.emit(
             TermBegan(term=self.term, base_version=self.committed, optimizer_step=self.optimizer_step)

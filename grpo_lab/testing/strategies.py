@@ -32,8 +32,10 @@ from grpo_lab.sim.scenario import (
     Scenario,
 )
 from grpo_lab.sim.tape import PctTape, Tape, pct_tape, random_tape
+from grpo_lab.types import SyncScope
 
 _DURATIONS_S = st.sampled_from((0.5, 2.0, 8.0, 25.0, 70.0))
+_SCOPES: tuple[SyncScope, ...] = ("global", "global", "rolling")
 _OCCURRENCES = st.integers(1, 6)
 _LONGEST_WAY_S = 0.6  # of a message; a sync over slower links does not end within the bounds of its phases
 _TRAINER_CALLS = tuple(call for call in ENGINE_CALLS if call != "generate")
@@ -158,6 +160,7 @@ def _clusters(draw: st.DrawFn, with_faults: bool) -> Scenario:
         slots=draw(st.integers(1, 6)),
         pause_mode=draw(st.sampled_from(("keep", "abort", "wait"))),
         clear_cache=draw(st.sampled_from((True, True, False))),
+        sync_scope=draw(st.sampled_from(_SCOPES)),
         sync_attempts=draw(st.integers(1, 3)),
         min_engines=draw(st.integers(1, engines)),
         canary=draw(st.booleans()),
@@ -205,6 +208,7 @@ def _churn(engines: int) -> st.SearchStrategy[Scenario]:
         steps=st.integers(6, 12),
         engine_mode=st.sampled_from(("step", "event")),
         pause_mode=st.sampled_from(("keep", "abort", "wait")),
+        sync_scope=st.sampled_from(_SCOPES),
         canary=st.booleans(),
         stock=st.sampled_from((False, False, True)),
         sync_attempts=st.integers(1, 3),

@@ -17,7 +17,7 @@ from grpo_lab.trainer.weight_transfer import CoordinatedSync, TransferSettings, 
 from grpo_lab.trainer.worker_main import WorkerSpec
 from grpo_lab.trainer.worker_process import WorkerProcess
 from grpo_lab.transport.engines import connect_engines
-from grpo_lab.types import PauseMode, SamplingParams
+from grpo_lab.types import PauseMode, SamplingParams, SyncScope
 
 
 def build_weight_sync(
@@ -40,10 +40,12 @@ def build_weight_sync(
 def transfer_settings(args: AsyncGRPOConfig, vocabulary: int) -> TransferSettings:
     """How to sync, in either world."""
     pause_mode: PauseMode = args.pause_mode  # type: ignore[assignment]
+    scope: SyncScope = args.sync_scope  # type: ignore[assignment]
     canary = fixed_canary(args.canary_sequences, args.canary_length, vocabulary, args.canary_tolerance)
     return TransferSettings(
         sync=SyncSettings(
             pause_mode=pause_mode,
+            scope=scope,
             clear_cache=args.clear_cache,
             attempts=args.sync_attempts,
             min_engines=args.min_engines,
@@ -55,6 +57,7 @@ def transfer_settings(args: AsyncGRPOConfig, vocabulary: int) -> TransferSetting
         wire_dtype=args.wire_dtype,
         ring_slots=args.ring_slots,
         pack_threads=args.pack_threads,
+        turns=len(args.engine_urls) if scope == "rolling" else 1,
     )
 
 

@@ -167,7 +167,11 @@ class AsyncGRPOConfig(TrainingArguments):
     final_sync: bool = setting(False, Flag(), "Sync once more after the last step, if it ended normally.")
     pause_mode: str = setting("keep", Choice("keep", "wait", "abort"), "What a pause does to requests.")
     clear_cache: bool = setting(True, Flag(), "Recompute the KV cache under the new weights.")
-    sync_scope: str = setting("global", Choice("global"), "All engines pause and switch together.")
+    sync_scope: str = setting(
+        "global",
+        Choice("global", "rolling"),
+        "All engines pause and switch together, or one after another while the others generate.",
+    )
     sync_attempts: int = setting(3, Integer(1, 100), "Attempts of one sync before engines are fenced.")
     min_engines: int = setting(1, Integer(1), "Fewer serving engines than this end the run.")
     weight_transport: str = setting(

@@ -35,7 +35,7 @@ MAX_CANARY_TOKEN_ID = 50  # small ids exist in every vocabulary
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """What ``CoordinatedSync`` needs beyond the protocol's own settings."""
+    """What ``CoordinatedSync`` needs beyond the protocol's own settings. ``turns``: the most of a sync."""
 
     sync: SyncSettings = field(default_factory=SyncSettings)
     transport: str = "shm"
@@ -43,6 +43,7 @@ class TransferSettings:
     wire_dtype: str | None = None
     ring_slots: int = 2
     pack_threads: int = 1
+    turns: int = 1
 
 
 def ring_transport(settings: TransferSettings, recorder: Recorder) -> RingTransport:
@@ -95,6 +96,7 @@ class CoordinatedSync:
         self._coordinator: Coordinator | None = None
         self._engines: Sequence[Engine] = ()
         self._limits = settings.sync.timeouts
+        self._sync_s = self._limits.sync_s(settings.sync.attempts, settings.turns)
 
     def connect(self, term: int, base_version: int) -> None:
         """Waits for the engines and joins them. Raises ``SyncError`` or ``HandshakeError``."""
@@ -187,7 +189,7 @@ class CoordinatedSync:
         async def run() -> T:
             return await step(coordinator)
 
-        return self._bridge.call(run(), self._limits.sync_s(self._settings.sync.attempts))
+        return self._bridge.call(run(), self._sync_s)
 
     def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._named_tensors()

@@ -83,7 +83,7 @@ WRONG_VALUES = {
     "scale_rewards": ["std", True, None],
     "staleness_policy": ["fifo", "", None],
     "pause_mode": ["stop", "", None],
-    "sync_scope": ["local", "rolling", None],
+    "sync_scope": ["local", "", None],
     "weight_transport": ["nccl!", "", None],
     "wire_dtype": ["int8", "fp16", "", 16],
     "eval_strategy": ["steps", "epoch"],

@@ -67,8 +67,10 @@ BENT = [
     ("faults", "repeats no more", {"steps_repeated": 99}),
     ("scale", "closed form", {"wire_s": 9.0}),
     ("scale", "switch together", {"lag_versions_max": 1}),
-    ("scale", "never more than one version behind", {"lag_versions_max": 2}),
-    ("scale", "never more than one version behind", {"lag_versions_max": 0}),
+    ("scale", "switch together", {"ahead_versions_max": 1}),
+    ("scale", "no engine is behind", {"lag_versions_max": 1}),
+    ("scale", "no engine is behind", {"ahead_versions_max": 2}),
+    ("scale", "no engine is behind", {"ahead_versions_max": 0}),
     ("scale", "as long as the only one", {"paused_s": lambda table: table["engines"] * 0.01}),
 ]
 

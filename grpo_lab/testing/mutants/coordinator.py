@@ -174,6 +174,46 @@ class CommitsAgain(Coordinator):
             self._commit()
 
 
+class CommitsAfterTheFirstTurn(Coordinator):
+    """Rolling, the version moves when the first engine has proved it.
+
+    Own case: the first of a rolling update is taken for the canary of all.
+    Planted: the commit is told at the end of the first turn.
+    Exposed by: any rolling sync but the first of its term. S11: the others have not proved it.
+    """
+
+    async def _rank_0_says(self, what: str, there_is: bool) -> bool:
+        if what == "next turn" and there_is and not self._moved:
+            self._commit()
+        return await super()._rank_0_says(what, there_is)
+
+
+class ForgetsWhoIsAhead(EngineActions):
+    """When a rolling sync is given up, only the engines whose turn it is are looked after.
+
+    Own case: those that have had their turn are in nobody's hands any more, and go on under the version
+    that was given up.
+    Planted: they are not known to hold it.
+    Exposed by: a rolling sync that fails in a later turn, when no engine may be lost. S15, S3.
+    """
+
+    async def return_to_previous(self, why: str, sync: SyncId) -> None:
+        self._delivery.loaded.intersection_update(self._set.turn_names)
+        await super().return_to_previous(why, sync)
+
+
+class TrustsTheHeirs(EngineActions):
+    """A term that gives its first sync up resumes the engines as an earlier term has left them.
+
+    Own case: a sync that has touched no engine is thought to have nothing to take back.
+    Planted: nobody is asked what it holds.
+    Exposed by: a trainer that dies between a finish and its commit; then a pause that is refused. S3.
+    """
+
+    async def _fence_heirs(self, why: str, sync: SyncId) -> None:
+        pass
+
+
 class Quorum(Delivery):
     """A commit is content with some of the members.
 
@@ -239,5 +279,10 @@ MUTANTS = (
         ForgetsTheRestarted,
         {"coordinator": type("Coordinator", (Coordinator,), {"set_type": ForgetsTheRestarted})},
     ),
+    Mutant(
+        "M81", ("S11",), spaces.ROLLING, CommitsAfterTheFirstTurn, {"coordinator": CommitsAfterTheFirstTurn}
+    ),
+    Mutant("M82", ("S15", "S3"), spaces.ROLLING, ForgetsWhoIsAhead, with_actions(ForgetsWhoIsAhead)),
+    Mutant("M83", ("S3",), spaces.HEIRS, TrustsTheHeirs, with_actions(TrustsTheHeirs)),
     Mutant("M57", ("S13",), spaces.UPDATE_ERRORS, SyncInsideSync, {"coordinator": SyncInsideSync}),
 )

@@ -247,6 +247,39 @@ LONG_LIFE = Clusters(
 )
 """Ten minutes after an engine has started again."""
 
+ROLLING = Clusters(
+    "rolling syncs",
+    varied(
+        dataclasses.replace(
+            BASE, sync_scope="rolling", token_s=0.1, step_s=0.05, slots=6, queue_capacity=4, max_inflight=12
+        ),
+        **work(
+            engines=st.just(2),
+            mean_tokens=st.sampled_from((16, 32)),
+            max_tokens=st.just(64),
+            max_staleness=st.integers(1, 2),
+            sync_attempts=st.integers(1, 2),
+            min_engines=st.integers(1, 2),
+            faults=_some(_fault(("error", "lose_reply"), ("pause", *_SYNC_CALLS), ENGINES)),
+        ),
+    ),
+)
+"""Engines take turns while requests are under way, and some call of a sync fails."""
+
+HEIRS = Clusters(
+    "what a dead trainer has left",
+    varied(
+        dataclasses.replace(BASE, engines=1),
+        faults=st.tuples(
+            _fault(("crash_after", "crash_before"), ("finish_update", "resume"), (TRAINER,), (0.5,)),
+            _fault(("refuse", "error"), ("pause",), ENGINES[:1], (0.5,)),
+        ),
+        pause_mode=_PAUSES,
+        seed=st.integers(0, 3),
+    ),
+)
+"""A trainer dies about a commit, and the next one's sync is given up."""
+
 RESUME_ERRORS = Clusters(
     "resume errors",
     varied(
