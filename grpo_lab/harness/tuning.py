@@ -37,6 +37,7 @@ SEARCHED = (
     "max_inflight",
     "queue_capacity",
     "pause_mode",
+    "sync_scope",
     "clear_cache",
     "staleness_policy",
     "window",

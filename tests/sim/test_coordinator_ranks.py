@@ -55,8 +55,10 @@ async def no_trouble(rank, attempt, index, when):
     await asyncio.sleep(0)
 
 
-def sync_on_all_ranks(trouble=no_trouble, prepare=None, tape=None, once=run_twice, carry=None, **settings):
-    """One sync on every rank. Returns (outcome by rank, world, seconds, records)."""
+def sync_on_all_ranks(
+    trouble=no_trouble, prepare=None, tape=None, once=run_twice, carry=None, syncs=1, **settings
+):
+    """Syncs on every rank. Returns (outcome of the last by rank, world, seconds, records)."""
 
     async def main(context):
         world = make_world(context, carry=carry, **settings)
@@ -81,7 +83,8 @@ def sync_on_all_ranks(trouble=no_trouble, prepare=None, tape=None, once=run_twic
         if prepare is not None:
             prepare(world, agreements)
         began_s = context.now_s
-        outcomes = await asyncio.gather(*(one.sync() for one in coordinators), return_exceptions=True)
+        for _ in range(syncs):
+            outcomes = await asyncio.gather(*(one.sync() for one in coordinators), return_exceptions=True)
         took_s = context.now_s - began_s
         in_service = coordinators[0].engines.names
         assert not any(engine.paused for engine in world.engines if engine.name in in_service)
@@ -113,6 +116,21 @@ def test_a_clean_sync_takes_the_same_path_on_all_ranks():
     assert same_path(records) == [
         (phase, True) for phase in ("connect", "begin", "pause", "join", "transfer", "probation", "resume")
     ]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_turns_of_a_rolling_sync_are_those_of_all_ranks(failing):
+    def prepare(world, agreements):
+        if failing:
+            world.engines[1].faults.append(Fault("pause", "die"))
+
+    outcomes, committed, world, _, records = sync_on_all_ranks(prepare=prepare, syncs=2, scope="rolling")
+    lost = ("engine-1",) if failing else ()
+    assert [outcome.version for outcome in outcomes] == [2, 2, 2]
+    assert (outcomes[0].fenced, committed) == (lost, [2, 2, 2])
+    assert [engine.name for engine in world.engines if not world.holds_current(engine)] == [*lost]
+    turns = [ok for phase, ok in same_path(records) if phase == "next turn"]
+    assert turns == ([False, True, False] if failing else [False, True, True, False])
 
 
 @pytest.mark.parametrize("error", [PackingError("no room"), RuntimeError("CUDA out of memory")])

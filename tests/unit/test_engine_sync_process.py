@@ -45,6 +45,45 @@ def make_source(model, recorder, transport):
     )
 
 
+@in_loop
+async def test_two_servers_take_turns_when_the_sync_is_rolling(tmp_path):
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    with server(tmp_path) as (_, first), server(tmp_path) as (_, second):
+        recorder = ListRecorder("trainer", time.monotonic)
+        engines = [VllmHttpEngine(f"engine-{i}", url, recorder) for i, url in enumerate((first, second))]
+        for engine in engines:
+            await engine.discover()
+        transport = make_transport("shm", recorder=recorder)
+        settings = SyncSettings(canary=Canary(SEQUENCES, tolerance=1e-4), scope="rolling")
+        source = make_source(model, recorder, transport)
+        coordinator = Coordinator(engines, transport, source, SingleRank(), recorder, settings)
+        await coordinator.connect(term=1, base_version=0)
+        held = []
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            report = await coordinator.sync()
+            assert (report.version, report.committed, report.fenced) == (version, True, ())
+            held.append([await engine.weight_info() for engine in engines])
+            for engine in engines:
+                request = GenerateRequest(f"r{version}", (2, 3, 4), SamplingParams(max_tokens=4))
+                spans = (await engine.generate(request)).spans
+                assert [span.version for span in spans] == [version]
+        assert held == [["t1.v1.a1"] * 2, ["t1.v2.a1", "t1.v2.a2"]]
+        pauses = [
+            record.event.engine
+            for record in recorder.records
+            if record.event.kind == "engine_acknowledged" and record.event.call in ("pause", "resume")
+        ]
+        assert sorted(pauses[:4]) == ["engine-0", "engine-0", "engine-1", "engine-1"]  # all at once
+        assert pauses[4:7] == ["engine-0", "engine-0", "engine-1"]
+        await coordinator.close()
+        for engine in engines:
+            await engine.close()
+
+
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
 @in_loop
 async def test_a_server_follows_the_trainer_version_by_version(kind, tmp_path):
