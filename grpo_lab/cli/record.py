@@ -11,6 +11,7 @@ import tyro
 from grpo_lab.errors import ConfigError
 from grpo_lab.harness.refusals import require_listener, require_output
 
+MIN_LOADS = 3  # the fit has four numbers
 LIMITS = {
     "concurrencies": 4096,
     "prompt_tokens": 1 << 20,
@@ -47,6 +48,12 @@ class RecordConfig:
             values = value if isinstance(value, tuple) else (value,)
             if not values or not all(1 <= one <= most for one in values):
                 raise ConfigError(name, value, f"from 1 to {most:,}")
+        if (loads := len(set(self.concurrencies)) * len(set(self.prompt_tokens))) < MIN_LOADS:
+            raise ConfigError(
+                "concurrencies",
+                self.concurrencies,
+                f"{MIN_LOADS} different loads or more with prompt_tokens={self.prompt_tokens}, not {loads}",
+            )
 
 
 def record(config: tyro.conf.OmitArgPrefixes[RecordConfig]) -> int:

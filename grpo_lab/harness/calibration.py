@@ -231,7 +231,7 @@ class Calibration:
             row = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{path}: no calibration can be read ({error}). Make one: calibrate RUN"
+                f"{path}: no calibration can be read ({error}). Make one: grpo-lab calibrate RUN"
             ) from error
         if row.pop("schema", None) != SCHEMA:
             raise DataError(f"{path}: no calibration of schema {SCHEMA}. Make one: grpo-lab calibrate RUN")

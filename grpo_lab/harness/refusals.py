@@ -15,6 +15,7 @@ from grpo_lab.tasks import get_task, task_names
 
 CONNECT_S = 5.0
 DEFAULT_COMPLETION_TOKENS = 256
+OWN_RATIO = ("gspo", "cispo")  # losses that take no correction
 
 
 def refuse_at_a_glance(recipe: Recipe) -> None:
@@ -32,11 +33,27 @@ def refuse_at_a_glance(recipe: Recipe) -> None:
         )
     if recipe.resume_from and not Path(recipe.resume_from).is_dir():
         raise ConfigError("resume_from", recipe.resume_from, "a checkpoint directory of an earlier run")
+    _refuse_combinations(recipe)
     if recipe.token_budget <= (longest := longest_completion(recipe)):
         raise ConfigError("token_budget", recipe.token_budget, f"more than a completion's {longest} tokens")
     if recipe.reward:
         import_reward(recipe.reward)
     require_place(recipe.out)
+
+
+def _refuse_combinations(recipe: Recipe) -> None:
+    """Those that the trainer's configuration refuses too, in its own words and after torch was imported."""
+    if recipe.loss_type in OWN_RATIO and recipe.correction != "none":
+        fix = f"{recipe.loss_type} has an importance ratio of its own: add --correction none"
+        raise ConfigError("correction", recipe.correction, f"none with loss_type={recipe.loss_type}", fix)
+    if recipe.max_inflight < recipe.num_generations:
+        fix = "The completions of a group are requested together"
+        raise ConfigError(
+            "max_inflight", recipe.max_inflight, f"at least num_generations = {recipe.num_generations}", fix
+        )
+    if recipe.window > 1 and recipe.staleness_policy != "window":
+        expected = f"1 with staleness_policy={recipe.staleness_policy!r}"
+        raise ConfigError("window", recipe.window, expected, "Add --staleness-policy window")
 
 
 def longest_completion(recipe: Recipe) -> int:

@@ -37,3 +37,12 @@ def test_a_folder_without_write_permission_is_refused(tmp_path, monkeypatch, cap
         command.main(["--json", str(tmp_path / "out.json")])
     assert stopped.value.code == 2
     assert "is not writable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [("repeats", 10**12), ("repeats", 0), ("threads", 257)])
+def test_a_measurement_without_end_is_refused(monkeypatch, capsys, option, value):
+    monkeypatch.setattr(bench_sync, "measure", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as stopped:
+        bench_sync.main([f"--{option}", str(value)])
+    assert stopped.value.code == 2
+    assert f"--{option} is {value}; it must be from 1 to" in capsys.readouterr().err

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_lab.algorithms import OBJECTIVES
 from grpo_lab.cli import fuzz, fuzz_exhaustive
+from grpo_lab.cli.record import RecordConfig
 from grpo_lab.errors import ConfigError, ModelError
-from grpo_lab.harness import runner
+from grpo_lab.harness import refusals, runner
 from grpo_lab.harness.recipe import RECIPES, recipe_with
 from grpo_lab.harness.refusals import refuse_at_a_glance, require_place
 from grpo_lab.testing.search import SCENARIOS
@@ -57,6 +59,9 @@ CASES = {
     "no reward function": ("run smoke --reward os:nope", "no attribute 'nope'"),
     "a reward that is none": ("run smoke --reward os:sep", "a callable"),
     "no server": ("run smoke --engine http://127.0.0.1:9", "Start it first"),
+    "a correction of what corrects itself": ("run smoke --loss-type gspo", "--correction none"),
+    "fewer requests than a group has": ("run smoke --max-inflight 3", "at least num_generations = 4"),
+    "a window without its policy": ("run smoke --window 2", "--staleness-policy window"),
     "no room for a completion": ("run smoke --token-budget 2", "more than a completion's"),
     "no server to measure": ("record http://127.0.0.1:9", "Start it first"),
     "measured into /proc": ("record http://127.0.0.1:9 --out /proc/x/y", "/proc cannot"),
@@ -122,6 +127,26 @@ def test_it_is_refused_in_one_line_before_anything_slow_is_imported(name, answer
     assert said.startswith(f"grpo-lab {words.split()[0]}: ")
     assert expected in said
     assert slow == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"concurrencies": (1, 4), "prompt_tokens": (16,)}, "3 different loads or more"),
+        ({"concurrencies": (4, 4, 4), "prompt_tokens": (16,)}, "not 1"),
+        ({"concurrencies": ()}, "from 1 to"),
+        ({"concurrencies": (0, 1)}, "from 1 to"),
+        ({"prompt_tokens": (-1,)}, "from 1 to"),
+        ({"rounds": 10**12}, "from 1 to 10,000"),
+    ],
+)
+def test_loads_that_cannot_be_measured_or_fitted(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        RecordConfig("http://127.0.0.1:9", **fields)
+
+
+def test_the_losses_without_a_correction_are_those_of_the_trainer():
+    assert set(refusals.OWN_RATIO) == set(OBJECTIVES)
 
 
 def test_the_search_has_the_scenarios_and_cases_that_are_known_by_name():
