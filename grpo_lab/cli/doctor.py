@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_lab.cli.console import PipeConsole
 from grpo_lab.errors import ConfigError, GrpoLabError
+from grpo_lab.files import why_no_file
 from grpo_lab.transport.segment import SHM_DIRECTORY
 
 
@@ -27,6 +29,7 @@ class Finding:
     good: bool | None
     words: str
     without_it: str = ""
+    remedy: str = ""  # told below the table, in one line, so that a command in it can be copied
 
 
 def doctor() -> int:
@@ -39,7 +42,11 @@ def doctor() -> int:
     for finding in findings:
         note = "" if finding.good else finding.without_it
         table.add_row(marks[finding.good], finding.what, finding.words, note)
-    PipeConsole().print(table)
+    console = PipeConsole(highlight=False)
+    console.print(table)
+    for finding in findings:
+        if finding.remedy:
+            console.print(escape(finding.remedy), soft_wrap=True)
     return 3 if any(finding.good is False for finding in findings) else 0
 
 
@@ -96,8 +103,8 @@ def _gloo() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    if not os.access(SHM_DIRECTORY, os.W_OK):
-        words = f"{SHM_DIRECTORY} cannot be written to"
+    if reason := why_no_file(SHM_DIRECTORY):
+        words = f"{SHM_DIRECTORY} cannot be written to ({reason})"
         return Finding("shared memory", None, words, "transport shm: use --transport gloo")
     free_mib = shutil.disk_usage(SHM_DIRECTORY).free >> 20
     return Finding("shared memory", True, f"{SHM_DIRECTORY}, {free_mib:,} MiB free")
@@ -112,8 +119,8 @@ def _forgotten() -> Finding:
     mib = sum(path.stat().st_blocks for path in left if path.exists()) * 512 / (1 << 20)
     words = f"{len(left)} files, {mib:.1f} MiB, that no process here maps"
     names = " ".join(path.name for path in left)
-    remedy = f"left by what was killed. Unless another container uses them: cd {SHM_DIRECTORY} && rm {names}"
-    return Finding("forgotten memory", None, words, remedy)
+    remedy = f"Unless another container uses what was killed here: cd {SHM_DIRECTORY} && rm {names}"
+    return Finding("forgotten memory", None, words, "left by what was killed; see below", remedy)
 
 
 def _optional(package: str, brings: str) -> Callable[[], Finding]:
@@ -155,7 +162,7 @@ def _cache() -> Finding:
 
     directory = cache_directory()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
-    good = os.access(existing, os.W_OK)
+    good = not why_no_file(existing)
     models = len(list(Path(directory, "models").glob("*"))) if directory.exists() else 0
     return Finding(
         "model cache", good, f"{directory}, {models} tiny models", "set GRPO_LAB_CACHE to a writable place"

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from grpo_lab.cli import doctor
 from grpo_lab.cli import run as cli_run
 from grpo_lab.cli.console import PipeConsole
 from grpo_lab.cli.main import Command, main
@@ -85,3 +86,15 @@ def test_a_reader_that_leaves_does_not_end_what_is_under_way(stdout):
     console.print("seen by nobody")
     console.print("nor this")
     sys.stdout.flush()
+
+
+def test_what_doctor_tells_to_type_can_be_copied(tmp_path, monkeypatch, capsys):
+    """A table's cell folds it, with a frame in between."""
+    left = [tmp_path / f"sem.mp-{number:08}" for number in range(20)]
+    for path in left:
+        path.touch()
+    monkeypatch.setattr("grpo_lab.harness.shared_files.forgotten", lambda: left)
+    monkeypatch.setattr("grpo_lab.cli.doctor.CHECKS", (doctor._forgotten,))
+    assert main(["doctor"]) == 0
+    command = "rm " + " ".join(path.name for path in left)
+    assert any(line.endswith(command) for line in capsys.readouterr().out.splitlines())
