@@ -176,12 +176,10 @@ def sync_figures(records: Sequence[Record]) -> dict[str, Setting]:
             case SyncEnded(version=version, phases_s=phases_s) if version > FIRST:
                 wire_s[version] = phases_s["wire"]
                 total_s[version] = phases_s["total"]
-            case EnginePaused(engine=engine):
+            case EnginePaused(engine=engine) if committed >= FIRST:
                 paused_at_s[engine] = record.t
             case EngineResumed(engine=engine) if engine in paused_at_s:
-                waited_s = record.t - paused_at_s.pop(engine)
-                if committed >= FIRST:
-                    paused_s.append(waited_s)
+                paused_s.append(record.t - paused_at_s.pop(engine))
             case VersionCommitted(version=version):
                 committed = version
             case WeightsActivated(shard=0, version=version) if version > FIRST:
