@@ -5,13 +5,15 @@ rows.
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from grpo_lab.cli import bench_pack
-from grpo_lab.packing import benchmark, benchmark_report
+from grpo_lab.packing import benchmark, benchmark_report, instruction_sets
 from grpo_lab.packing.benchmark import Case, Contenders, MiB, Row
+from grpo_lab.packing.native import extension
 from grpo_lab.packing.reference import raw_bytes
 from grpo_lab.packing.shapes import MODELS
 
@@ -150,3 +152,32 @@ def test_syncs_need_no_more_memory_after_the_second(monkeypatch):
     monkeypatch.setitem(MODELS, "qwen2.5-0.5b", MODELS["tiny-20000"][:2000])
     peaks = benchmark.peak_rss_of_syncs(12)
     assert peaks[-1] - peaks[1] < 1 << 20
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize(("reads", "writes"), [(1, 1), (2, 1), (1, 2)])
+def test_the_pass_that_sets_the_limit_moves_all_that_it_should(isa, reads, writes):
+    """600 blocks are more than one task; the rest of a block is not moved, nor anything behind it written."""
+    written = 600 * 1024
+    source = np.frombuffer(np.random.default_rng(0).bytes(written // writes * reads + 100), np.uint8)
+    memory = np.full(written + 64 + 200, 7, np.uint8)
+    start = -memory.ctypes.data % 64
+    target = memory[start : start + written + 100]
+    moved = extension.move(target, source, extension.Pool(2), reads, writes, isa)
+    assert moved == written
+    lines = source[: written // writes * reads].reshape(-1, 64)
+    expected = {(1, 1): lines, (2, 1): lines[::2], (1, 2): lines.repeat(2, axis=0)}[reads, writes]
+    assert (target[:written] == expected.reshape(-1)).all()
+    assert (memory[start + written :] == 7).all()
+    assert (memory[:start] == 7).all()
+
+
+def test_the_pass_that_sets_the_limit_refuses_other_ratios_and_misaligned_memory():
+    pool, memory = extension.Pool(1), np.zeros(5000, np.uint8)
+    aligned = memory[-memory.ctypes.data % 64 :]
+    for reads, writes in [(0, 1), (1, 0), (2, 2), (3, 1), (-1, -1)]:
+        with pytest.raises(ValueError, match="reads and writes must be"):
+            extension.move(aligned, bytes(4096), pool, reads, writes)
+    with pytest.raises(ValueError, match="cache line"):
+        extension.move(aligned[1:], bytes(4096), pool)
+    assert extension.move(aligned, bytes(1000), pool) == 0
