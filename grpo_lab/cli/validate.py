@@ -40,11 +40,13 @@ def validate(
     calibration = Calibration.load(latency)
     if record:
         require_output("latency", latency)
-    from grpo_lab.harness import calibration_runs, validation, validation_report  # noqa: PLC0415 - slow
+    from grpo_lab.harness import calibration_runs  # noqa: PLC0415 - slow, and the others slower
+
+    real = calibration_runs.load_real_run(run)
+    from grpo_lab.harness import validation, validation_report  # noqa: PLC0415
     from grpo_lab.harness.run_dir import RunDir  # noqa: PLC0415
 
     name = run.resolve().name
-    real = calibration_runs.load_real_run(run)
     measured = validation.figures_of(real.records)
     predicted = validation.predict(real.parameters, calibration, seeds)
     comparison = validation.compare(predicted, [measured])

@@ -22,6 +22,7 @@ from grpo_lab.harness.run_dir import RunDir
 from grpo_lab.harness.training import StepSeen, train
 from grpo_lab.ports import Recorder
 from grpo_lab.recorders import FileRecorder, run_clock
+from grpo_lab.trainer.interrupts import children_born_deaf
 from grpo_lab.trainer.worker_main import die_with_parent
 
 LAST_RANK_S = 60.0
@@ -100,7 +101,8 @@ class _Rank:
         self.process: SpawnProcess = _spawning.Process(
             target=rank_main, args=(spec, far_end), name=f"trainer-rank-{spec.rank}"
         )
-        self.process.start()
+        with children_born_deaf():
+            self.process.start()
         far_end.close()
 
     def read(self) -> Iterator[RankMessage]:
