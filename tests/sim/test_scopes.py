@@ -14,7 +14,7 @@ from grpo_lab.sim.scenario import Fault
 from grpo_lab.testing.coverage import TRANSITIONS, Coverage
 from grpo_lab.testing.exhaustive import explore_scopes, paired_scopes, quick_scopes, run_once, single_scopes
 from grpo_lab.testing.failures import load_case
-from grpo_lab.testing.scopes import INTERRUPTIONS, Scope, run_scope
+from grpo_lab.testing.scopes import INTERRUPTIONS, LATER_CANCELS, Scope, run_scope
 from grpo_lab.types import SyncState
 
 
@@ -92,8 +92,8 @@ def test_coverage_counts_and_compares():
 
 def test_a_planted_bug_is_found_saved_and_replayed(tmp_path, capsys, monkeypatch):
     name = "planted_scopes:CountsAttempts"
-    monkeypatch.setattr(fuzz_exhaustive, "CASES", {"few": lambda: quick_scopes((1,))[::20]})
-    words = ["fuzz", "--exhaustive", "--depth", "0", "--cases", "few"]
+    monkeypatch.setattr(fuzz_exhaustive, "CASES", {"quick": lambda: quick_scopes((1,))[::20]})
+    words = ["fuzz", "--exhaustive", "--depth", "0", "--cases", "quick"]
     assert main([*words, "--out", str(tmp_path), "--coordinator", name]) == 1
     said = capsys.readouterr().out
     assert "Transitions of the coordinator" in said
@@ -117,8 +117,8 @@ def test_a_race_that_first_in_first_out_never_shows_is_found_saved_and_replayed(
     racing = Parts(coordinator=ReadsBesideTheWrite)
     assert explore_scopes([Scope(), Scope(2)], depth=0, parts=racing).failures == []
 
-    monkeypatch.setattr(fuzz_exhaustive, "CASES", {"few": lambda: [Scope()]})
-    words = ["fuzz", "--exhaustive", "--depth", "4", "--cases", "few"]
+    monkeypatch.setattr(fuzz_exhaustive, "CASES", {"quick": lambda: [Scope()]})
+    words = ["fuzz", "--exhaustive", "--depth", "4", "--cases", "quick"]
     assert main([*words, "--out", str(tmp_path), "--coordinator", name]) == 1
     (path,) = tmp_path.glob("*.json")
     case = load_case(path)
@@ -145,4 +145,4 @@ def test_scopes_are_validated():
     with pytest.raises(TraceError, match="not a scope"):
         Scope.from_json({"engines": 1})
     assert len(set(quick_scopes())) > 600
-    assert {scope.interruption for scope in quick_scopes()} == set(INTERRUPTIONS)
+    assert {scope.interruption for scope in quick_scopes()} == {*INTERRUPTIONS, *LATER_CANCELS}
