@@ -15,7 +15,7 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,10 @@ from grpo_lab.packing.native import extension
 from grpo_lab.packing.packer import Packer, Unpacker
 from grpo_lab.packing.plan import BucketPlan
 from grpo_lab.packing.ring import allocate_ring, as_bytes
-from grpo_lab.packing.shapes import MODELS
+from grpo_lab.packing.shapes import MODELS, Shape
 
 KiB, MiB = 1 << 10, 1 << 20
+_LINE, _SMALL_BYTES = 64, 16 * KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +66,42 @@ class Row(Case):
     repeats: int = 0
 
 
-def make_tensors(case: Case) -> dict[str, torch.Tensor]:
-    """Random values; the same for every contender."""
+def make_tensors(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random values, the same for every contender, and the block of bytes that the larger tensors lie in.
+
+    One block, so that a flat copy can read the very same pages: some are faster than others. Small tensors
+    have memory of their own, wherever the heap puts it.
+    """
     dtype = getattr(torch, case.source_dtype)
     generator = torch.Generator().manual_seed(0)
-    block = torch.randn(1 << 20, generator=generator).to(dtype)
+    values = torch.randn(1 << 20, generator=generator).to(dtype)
+    shapes = dict(_shapes(case, dtype.itemsize))
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes.values()]
+    block = torch.ones(sum(-(-size // _LINE) * _LINE for size in sizes), dtype=torch.uint8)
     tensors: dict[str, torch.Tensor] = {}
+    used = 0
+    for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+        if size < _SMALL_BYTES:
+            flat = torch.empty(math.prod(shape), dtype=dtype)
+        else:  # a storage of its own, as every parameter has
+            flat = torch.frombuffer(block.numpy(), dtype=dtype, count=math.prod(shape), offset=used)
+            used += -(-size // _LINE) * _LINE
+        for start in range(0, flat.numel(), values.numel()):
+            part = flat[start : start + values.numel()]
+            part.copy_(values[: part.numel()])
+        tensors[name] = flat.view(shape[::-1]).t() if case.strides == "transposed" else flat.view(shape)
+    return tensors, block
+
+
+def _shapes(case: Case, itemsize: int) -> Iterator[tuple[str, Shape]]:
     left = case.max_parameters
     for name, shape in MODELS[case.model]:
-        if case.strides == "transposed" and (
-            len(shape) != 2 or math.prod(shape) * dtype.itemsize > case.bucket_bytes
-        ):
+        numel = math.prod(shape)
+        if case.strides == "transposed" and (len(shape) != 2 or numel * itemsize > case.bucket_bytes):
             continue  # whole matrices only: a peer cannot copy a part of a transposed one as one view
-        if math.prod(shape) > left:
-            continue
-        left -= math.prod(shape)
-        memory = torch.empty(shape[::-1] if case.strides == "transposed" else shape, dtype=dtype)
-        flat = memory.view(-1)
-        for start in range(0, flat.numel(), block.numel()):
-            part = flat[start : start + block.numel()]
-            part.copy_(block[: part.numel()])
-        tensors[name] = memory.t() if case.strides == "transposed" else memory
-    return tensors
+        if numel <= left:
+            left -= numel
+            yield name, shape
 
 
 class Contenders:
@@ -94,7 +109,7 @@ class Contenders:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.tensors = make_tensors(case)
+        self.tensors, self.block = make_tensors(case)
         wire = None if case.wire_dtype == case.source_dtype else case.wire_dtype
         self.plan = BucketPlan.build(
             self.tensors, wire_dtype=wire, layout=case.layout, bucket_bytes=case.bucket_bytes
@@ -187,12 +202,11 @@ class Contenders:
         }
 
     def flat_copy(self) -> Callable[[], None]:
-        """Moves as many bytes as the case from or to memory as large, and does nothing else with them."""
+        """Moves as many bytes as the case, from or to its tensors' block, and does nothing else with them."""
         wire_bytes, item, wire_item = sum(e.nbytes for e in self.plan.tensors), *self.item_bytes
         unit = min(item, wire_item)
         wide, narrow = item // unit, wire_item // unit
-        # On the kind of pages that tensors have, and written to: untouched ones would all be one zero page.
-        memory = as_bytes(torch.ones(wire_bytes // narrow * wide, dtype=torch.uint8).numpy(), "memory")
+        memory = as_bytes(self.block.numpy(), "memory")
         step = max(self.plan.max_bucket_nbytes // KiB * KiB, KiB)
 
         def run() -> None:
@@ -252,7 +266,7 @@ def measure(case: Case, repeats: int = 7, budget_s: float = math.inf) -> Row:
 def peak_rss_of_syncs(syncs: int = 40) -> list[int]:
     """Peak resident bytes of this process after each of `syncs` whole syncs (pack, verify, unpack)."""
     case = Case("pack", "qwen2.5-0.5b", "float32", "bfloat16", 16 * MiB, max_parameters=160 * MiB)
-    tensors = make_tensors(case)
+    tensors, _ = make_tensors(case)
     plan = BucketPlan.build(tensors, wire_dtype=case.wire_dtype, bucket_bytes=case.bucket_bytes)
     packer, unpacker = Packer(plan, num_threads=2), Unpacker(plan, num_threads=2)
     packer.bind(tensors)
