@@ -70,7 +70,9 @@ def test_an_error_of_the_system_is_one_line_and_exit_3(tmp_path, capsys, monkeyp
 
     monkeypatch.setattr(cli_run, "main", full_disk)
     assert main(["run"]) == 3
-    assert capsys.readouterr().err == "grpo-lab run: [Errno 28] No space left on device: 'runs/config.json'\n"
+    said = capsys.readouterr().err
+    assert said.startswith("grpo-lab run: [Errno 28] No space left on device: 'runs/config.json'. Make room")
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, ModelError), (3, EngineError)])
