@@ -111,7 +111,7 @@ class _Part:
         for line in whole.splitlines():
             self._lines += 1
             try:
-                place, row = split_line(line.decode())
+                place, row = split_line(line)
                 record = make_record(place, row)
             except ValueError as error:
                 raise TraceError(f"{self.path}, line {self._lines}: {str(error)[:300]}") from error

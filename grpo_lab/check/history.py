@@ -98,7 +98,7 @@ def _read(path: Path) -> Iterator[_Line]:
                 if text.isspace():
                     continue
                 try:
-                    place, row = split_line(text.decode())
+                    place, row = split_line(text)
                 except ValueError as error:
                     if not text.endswith(b"\n"):
                         return  # its writer was killed in the middle of it

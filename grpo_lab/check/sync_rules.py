@@ -281,18 +281,17 @@ class AbortLeavesPreviousVersion(Rule):
     """After a failure an engine that serves holds the previous version, whole. A torn one serves nothing
     until a whole version is written and activated; nobody serves a version whose sync was given up.
 
-    Needs `scope`: rolling, an engine that is ahead runs when the sync is given up, and has to be fenced
-    before the coordinator goes on.
+    Where `scope` is declared as rolling, an engine that is ahead runs when the sync is given up, and has to
+    be fenced before the coordinator goes on.
     """
 
     id = "S15"
     words = "an aborted sync leaves exactly the previous version, or the engine out of service"
-    parameters = ("scope",)
     capability = "events"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._rolling = context.parameter("scope") == "rolling"
+        self._rolling = context.declared.parameters.get("scope") == "rolling"
         self._active: dict[str, tuple[Weights, str]] = {}
         self._torn: dict[str, tuple[str, str]] = {}  # engine -> what was left half-done, event
         self._half_written: set[str] = set()  # of those: no whole write has followed

@@ -58,9 +58,13 @@ def split_line(line: str | bytes) -> tuple[Place, dict[str, Any]]:
     Raises ``ValueError`` for anything that has no place.
     """
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode() if isinstance(line, bytes) else line)
     except RecursionError as error:
         raise ValueError("nested too deeply for a trace record") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            "not a trace record: no UTF-8 text. A trace is one JSON object a line, not compressed"
+        ) from error
     try:
         t, actor, seq = row.pop("t"), row.pop("actor"), row.pop("seq")
         cause = row.pop("cause", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import types
 import typing
@@ -118,6 +119,11 @@ def test_whole_numbers_are_seconds_too_and_nan_survives():
 def test_what_is_no_record_is_a_value_error(line):
     with pytest.raises(ValueError):  # noqa: PT011 - the messages differ
         parse_line(line)
+
+
+def test_a_compressed_trace_is_told_what_a_trace_is():
+    with pytest.raises(ValueError, match="one JSON object a line, not compressed"):
+        parse_line(gzip.compress(b"{}"))
 
 
 def test_kinds_and_fields_of_a_newer_schema_are_skipped_but_keep_their_place():
