@@ -242,10 +242,9 @@ class Coordinator:
         """Whether all who are left in the view hold the version, turn by turn."""
         rolling = self._settings.scope == "rolling"
         while self.state is SyncState.PAUSED:
-            if not rolling or await self._rank_0_says("turn", bool(self._set.turn)):
-                if not await self._transfer():
-                    return False
-                await self._probation()
+            if not await self._transfer():
+                return False
+            await self._probation()
             if not rolling or not await self._rank_0_says("next turn", not self._set.is_last_turn):
                 return True
             await self._resume()
@@ -268,6 +267,9 @@ class Coordinator:
         if not await self._agree("join", failure):
             self._why = f"join: {failure or 'another rank failed'}"
             return False
+        rolling = self._settings.scope == "rolling"
+        if rolling and not await self._rank_0_says("turn", bool(self._set.turn)):
+            return True  # it could not be paused, or not join
         first = self._sync.attempt
         for attempt in range(first, first + self._settings.attempts):
             self._sync = SyncId(self._sync.term, self._sync.version, attempt)

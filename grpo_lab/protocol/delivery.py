@@ -26,7 +26,8 @@ class Delivery:
     ``started`` holds the names of the engines that the version under way has touched. ``loaded`` holds
     those that may hold it: asked to finish, and not known to hold anything else; any of them could
     serve it once resumed. ``proved`` holds those that also proved it in the newest attempt of their turn;
-    ``nbytes`` is the size of the version, 0 until it has been packed.
+    ``let_go`` those that were asked to resume since it began, answered or not. ``nbytes`` is the size of the
+    version, 0 until it has been packed.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Delivery:
         self.started: set[str] = set()
         self.loaded: set[str] = set()
         self.proved: set[str] = set()
+        self.let_go: set[str] = set()
         self.failures: Counter[str] = Counter()
         self.nbytes = 0
         self._joined: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ class Delivery:
         self.started = set()
         self.loaded = set()
         self.proved = set()
+        self.let_go = set()
         self.failures.clear()
         self.nbytes = 0
         if self._canary is not None:
@@ -287,6 +290,7 @@ class Delivery:
             )
 
     async def _resume_and_score(self, sync: SyncId, engine: Engine) -> None:
+        self.let_go.add(engine.name)
         await self._set.one("resume", lambda one: one.resume(sync.term), engine, self._limits.resume_s, sync)
         await self._score(sync, engine)
 

@@ -81,21 +81,24 @@ class EngineActions:
         await self._set.fence_dead(self._set.turn_names, self._limits.resume_s, sync)
         self._set.require_enough()
         self._fence_repeaters(sync)
+        await self.join(sync)
         if not self._set.turn:
             raise SyncError(f"{sync}: nobody is left whose turn it is")
-        await self.join(sync)
 
     async def join(self, sync: SyncId) -> None:
         """The transport's members become the view again, if they are not. One that cannot join must not
-        keep the others from the new version: it is fenced if enough are left.
+        keep the others from the new version: it is fenced if enough are left. Nobody may be left whose turn
+        it is.
         """
-        if self._delivery.is_joined:
+        if self._delivery.is_joined or not self._set.turn:
             return
         await self._delivery.close()
         failures = await self._delivery.handshake(sync)
         if failures and self._set.enough_without(list(failures)):
             for name, error in failures.items():
                 self._set.fence(name, f"could not join the transfer: {error}", sync)
+            if not self._set.turn:
+                return
             failures = await self._delivery.handshake(sync)
         _raise_first(failures)
         await self._pause_restarted(sync)
@@ -109,7 +112,8 @@ class EngineActions:
         for name, error in (await self._pause(restarted, sync)).items():
             reason = f"restarted, and could not be paused: {error}"
             self._set.fence(name, reason, sync, until_next_sync=True)
-        if not self._delivery.is_joined:
+        self._set.require_enough()
+        if self._set.turn and not self._delivery.is_joined:
             raise SyncError(f"{sync}: an engine that had joined could not be paused")
 
     async def _pause(self, members: Sequence[Engine], sync: SyncId) -> dict[str, GrpoLabError]:
@@ -142,13 +146,13 @@ class EngineActions:
     async def return_to_previous(self, why: str, sync: SyncId) -> None:
         """What is staged is dropped, who may hold anything else than the previous version is fenced."""
         self._set.fence_newcomers(f"{sync} {why}: no weights yet", sync, self._delivery.loaded)
-        ahead = [engine for engine in self._set.view if engine.name in self._delivery.loaded]
-        paused = self._set.turn
+        ahead = [engine for engine in self._set.all if engine.name in self._delivery.loaded]
         for engine in ahead:
             self._set.fence(engine.name, f"{sync} {why}: weights uncertain", sync)
         await self._drop(why, sync)
-        running = [engine for engine in ahead if engine not in paused]
+        running = [engine for engine in ahead if engine.name in self._delivery.let_go]
         await self._set.stop(running, self._limits.pause_s, sync)
+        self._delivery.let_go.clear()
         await self._fence_heirs(why, sync)
 
     async def _drop(self, why: str, sync: SyncId) -> None:
@@ -179,6 +183,7 @@ class EngineActions:
 
     async def resume(self, sync: SyncId) -> None:
         """Raises ``SyncError`` when too few engines came back."""
+        self._delivery.let_go.update(self._set.turn_names)
         failures = await self._set.each(
             "resume", lambda engine: engine.resume(sync.term), self._limits.resume_s, sync
         )

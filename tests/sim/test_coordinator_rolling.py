@@ -103,7 +103,7 @@ def test_phases_are_those_of_all_turns():
     assert second["resume"] == pytest.approx(3 * first["resume"])
 
 
-@pytest.mark.parametrize("call", ["pause", "start_update", "update", "finish_update"])
+@pytest.mark.parametrize("call", ["pause", "init_transfer", "start_update", "update", "finish_update"])
 @pytest.mark.parametrize("kind", ["die", "refuse"])
 @pytest.mark.parametrize("index", [1, 2])
 def test_who_fails_when_others_hold_the_version_is_fenced_and_the_rest_goes_on(call, kind, index):
@@ -159,6 +159,38 @@ def test_when_too_few_are_left_who_is_ahead_is_fenced_and_stopped():
     assert in_version(result, EnginePaused, 2) == [*ALL, "engine-0", "engine-1"]
     *_, given_up = of(result, SyncAborted)
     assert given_up.final
+
+
+def test_an_engine_of_the_first_turn_that_cannot_join_is_fenced_and_the_rest_goes_on():
+    async def scenario(world: World):
+        world.engines[0].faults.append(Fault("init_transfer", "refuse", times=99))
+        report = await world.coordinator.sync()
+        assert (report.version, report.committed, report.fenced) == (2, True, ("engine-0",))
+
+    rolled(scenario)
+
+
+def test_who_has_restarted_and_is_ahead_is_stopped_too():
+    async def scenario(world: World):
+        world.engines[2].restart()
+        world.engines[0].faults.append(Fault("update", "refuse", times=99))
+        with pytest.raises(SyncError, match="engines are left, min_engines is 3"):
+            await world.coordinator.sync()
+        assert [engine.paused for engine in world.engines] == [False, False, True]
+        assert set(world.coordinator.engines.fenced) == {"engine-2"}
+
+    assert in_version(rolled(scenario, min_engines=3), WeightsActivated, 2) == ["engine-2"]
+
+
+@pytest.mark.parametrize("kind", ["lose_reply", "hang"])
+def test_who_was_asked_to_go_on_and_did_not_answer_is_stopped_when_there_is_no_commit(kind):
+    async def scenario(world: World):
+        world.engines[0].faults.append(Fault("resume", kind))
+        with pytest.raises(SyncError, match="engines are left, min_engines is 3"):
+            await world.coordinator.sync()
+        assert [engine.paused for engine in world.engines] == [True, False, False]
+
+    assert in_version(rolled(scenario, min_engines=3), EnginePaused, 2) == ["engine-0", "engine-0"]
 
 
 def test_a_sync_that_is_interrupted_in_a_later_turn_leaves_nobody_ahead_in_service():
