@@ -40,6 +40,8 @@ class RequestSettings:
         avoid_s: an engine that could not be reached, did not answer, or is out of service (503) gets no
             request for so long while another one is there.
         max_continuations: how often a sample that pause(abort) cut off is taken up again.
+        commit_s: until provisional tokens are committed or lost; None is ``timeout_s``. Rolling it must be a
+            whole sync: the first engine is ahead until the last has had its turn.
     """
 
     timeout_s: float = 60.0
@@ -48,6 +50,7 @@ class RequestSettings:
     engine_gone_after_s: float = 10.0
     avoid_s: float = 30.0
     max_continuations: int = 32
+    commit_s: float | None = None
 
 
 class SampleLost(Exception):
@@ -152,8 +155,10 @@ class SampleRequester:
         """Returns when no token of ``part`` is provisional. Raises ``SampleLost``."""
         newest = max((span.version for span in part.spans), default=0)
         fencings = self._fencings[engine.name]
+        settings = self._settings
+        limit_s = settings.timeout_s if settings.commit_s is None else settings.commit_s
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(limit_s):
                 while newest > self._version:
                     self._news.clear()
                     await self._news.wait()
@@ -163,7 +168,6 @@ class SampleRequester:
                             "canary_failed", f"version {newest} on {engine.name}, which is out of service"
                         )
         except TimeoutError:
-            limit_s = self._settings.timeout_s
             raise SampleLost(
                 "canary_failed", f"version {newest} of {engine.name} was not committed within {limit_s:g} s"
             ) from None

@@ -88,7 +88,7 @@ class Timeouts:
     def agree_s(self) -> float:
         """Every rank, until all ranks have reported a phase: the longest one, and some."""
         phases = (self.connect_s + self.look_s + self.join_s, self.pause_phase_s, self.resume_s + self.join_s)
-        return max(*phases, self.attempt_s, self.probation_s) + AGREE_MARGIN_S
+        return max(*phases, self.attempt_s, self.probation_s, self.release_s) + AGREE_MARGIN_S
 
     @property
     def connect_phase_s(self) -> float:

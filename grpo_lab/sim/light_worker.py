@@ -17,6 +17,7 @@ from grpo_lab.protocol.sample_request import RequestSettings
 from grpo_lab.sim.engine_host import VOCABULARY
 from grpo_lab.sim.greenlet_bridge import GreenletBridge
 from grpo_lab.sim.life import Life
+from grpo_lab.sim.light_trainer import LIMITS
 from grpo_lab.sim.scenario import REWARD_CALL, SHARED_PREFIX_TOKENS, WORKER, Scenario
 from grpo_lab.sim.stalls import Stalls
 from grpo_lab.trainer.protocols import RolloutBuffer, WorkerStart
@@ -266,14 +267,19 @@ class LightWorker:
 
 
 def worker_settings(scenario: Scenario) -> RolloutSettings:
+    rolling = scenario.sync_scope == "rolling"
+    commit_s = LIMITS.sync_s(scenario.sync_attempts, scenario.engines) if rolling else None
     return RolloutSettings(
         num_generations=scenario.generations,
         sampling=SamplingParams(max_tokens=scenario.max_tokens),
         bound=scenario.bound,
         max_inflight=scenario.max_inflight,
         request=RequestSettings(
-            timeout_s=max(30.0, 2 * scenario.longest_sample_s), engine_gone_after_s=20.0, avoid_s=10.0
+            timeout_s=max(30.0, 2 * scenario.longest_sample_s),
+            engine_gone_after_s=20.0,
+            avoid_s=10.0,
+            commit_s=commit_s,
         ),
-        group_timeout_s=max(120.0, 4 * scenario.longest_sample_s),
+        group_timeout_s=max(120.0, 4 * scenario.longest_sample_s) + (commit_s or 0.0),
         seed=scenario.seed,
     )

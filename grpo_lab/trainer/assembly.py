@@ -69,13 +69,17 @@ def rollout_settings(args: AsyncGRPOConfig) -> RolloutSettings:
         top_p=args.top_p,
         top_k=args.top_k,
     )
+    rolling = args.sync_scope == "rolling"
+    commit_s = args.timeouts.sync_s(args.sync_attempts, len(args.engine_urls)) if rolling else None
+    request = RequestSettings(timeout_s=args.request_timeout, retries=args.request_retries, commit_s=commit_s)
+    answer_s = (args.request_retries + 1) * args.request_timeout
     return RolloutSettings(
         num_generations=args.num_generations,
         sampling=sampling,
         bound=args.staleness_bound,
         max_inflight=args.max_inflight_tasks,
-        request=RequestSettings(timeout_s=args.request_timeout, retries=args.request_retries),
-        group_timeout_s=(args.request_retries + 1) * args.request_timeout + args.reward_timeout,
+        request=request,
+        group_timeout_s=answer_s + (commit_s or 0.0) + args.reward_timeout,
         seed=args.sampling_seed,
     )
 
