@@ -6,6 +6,7 @@ from grpo_lab.check.rule import Context, Rule, on
 from grpo_lab.events import (
     EngineAcknowledged,
     EngineAdmitted,
+    EngineFailed,
     EngineFenced,
     EnginePaused,
     EngineResumed,
@@ -186,7 +187,9 @@ class PausesEnd(Rule):
     """When the coordinator is at rest again, or the engine is stopped, nobody is paused who was not fenced.
 
     For engines without events the acknowledged calls stand for the pauses. A dead coordinator owes nothing:
-    its successor's first sync does.
+    its successor's first sync does. A pause that nobody answered was given up, but may come yet: when it hits
+    an engine that was just asked to resume, and said yes, nobody can know. The next sync ends it, L2 says how
+    soon.
     """
 
     id = "S32"
@@ -196,6 +199,8 @@ class PausesEnd(Rule):
         super().__init__(context)
         self._paused: dict[str, str] = {}
         self._fenced: set[str] = set()
+        self._given_up: set[str] = set()  # engines that did not answer a pause
+        self._said_yes: set[str] = set()  # to the resume of the newest sync
         self._coordinator = ""
 
     @on(EnginePaused)
@@ -210,10 +215,19 @@ class PausesEnd(Rule):
         assert isinstance(event, EngineResumed)
         self._end(event.engine)
 
+    @on(EngineFailed)
+    def unanswered(self, record: Record) -> None:
+        event = record.event
+        assert isinstance(event, EngineFailed)
+        if event.call == "pause" and event.status == 0:
+            self._given_up.add(event.engine)
+
     @on(EngineAcknowledged)
     def acknowledged(self, record: Record) -> None:
         event = record.event
         assert isinstance(event, EngineAcknowledged)
+        if event.call == "resume":
+            self._said_yes.add(event.engine)
         if not self.context.engine_can(event.engine, "events"):
             if event.call == "pause":
                 self._pause(event.engine, record)
@@ -252,6 +266,7 @@ class PausesEnd(Rule):
     @on(SyncBegan)
     def sync_began(self, record: Record) -> None:
         self._coordinator = record.actor
+        self._said_yes.clear()
 
     @on(TermBegan)
     def term_began(self, record: Record) -> None:
@@ -284,6 +299,9 @@ class PausesEnd(Rule):
         for engine in sorted(engines & self._paused.keys()):
             self.count()
             proof = self._paused.pop(engine)
+            if engine in self._given_up and engine in self._said_yes:
+                self._given_up.discard(engine)
+                continue
             self.violate(f"{engine} {what} (paused, neither resumed nor fenced)", record, proof)
 
 

@@ -353,7 +353,7 @@ class LoadedPublishedCommitted(Rule):
         active, committed = held[0], self._committed[0]
         if self._judged.get(engine) == (active, committed):
             return
-        if self._rolling and self._syncing and active == (active[0], committed[1] + 1):
+        if self._rolling and self._syncing and active[0] >= committed[0] and active[1] == committed[1] + 1:
             return
         self._judged[engine] = (active, committed)
         self.count()

@@ -354,7 +354,8 @@ class Coordinator:
             await self._led(lambda sync: self._actions.return_to_previous("ended before its commit", sync))
         self._set.end_turns()
         await self._led(self._actions.resume)
-        self._enter(SyncState.RUNNING if self._set.view or not self.is_sender else SyncState.FENCED)
+        can_go_on = self._set.has_any or not self.is_sender
+        self._enter(SyncState.RUNNING if can_go_on else SyncState.FENCED)
 
     # -- small things ------------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ class EngineSet:
         return tuple(engine for name, engine in self._engines.items() if name not in self.fenced)
 
     @property
+    def has_any(self) -> bool:
+        """Also one that only waits for the next sync."""
+        return bool(self.view or self._until_next_sync)
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(engine.name for engine in self.view)
 

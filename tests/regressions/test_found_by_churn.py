@@ -95,3 +95,27 @@ def test_what_a_dead_trainer_had_finished_is_not_served_after_the_next_one_gave_
     outcome = simulate(scenario).value
     assert (outcome.optimizer_steps, outcome.faults) == (4, 3)
     assert outcome.marks["engine-fenced"] == 1
+
+
+@pytest.mark.parametrize(("scope", "late_s"), [("global", 20.3), ("global", 22.0), ("rolling", 25.0)])
+def test_a_pause_that_was_given_up_and_comes_after_the_next_resume_is_excused(scope, late_s):
+    """S32: nobody can call it back; the sync after that resumes the engine."""
+    fault = Fault("delay", "engine-0", "pause", 3, duration_s=late_s)
+    scenario = Scenario(
+        engines=3,
+        steps=6,
+        weight_sync_steps=2,
+        staleness_policy="freshest",
+        sync_scope=scope,
+        clear_cache=False,
+        sync_attempts=2,
+        canary=True,
+        engine_mode="event",
+        network_s=0.05,
+        checkpoint_every_steps=1,
+        seed=81,
+        faults=(fault,),
+    )
+    outcome = simulate(scenario).value
+    assert (outcome.optimizer_steps, outcome.faults) == (6, 1)
+    assert outcome.check.of("S32").evaluations > 0
