@@ -1,6 +1,7 @@
 """Sharded tensors of torch itself: two ranks, of which one packs and both take part in the gathers."""
 
 import multiprocessing
+import os
 import sys
 
 import pytest
@@ -58,6 +59,9 @@ def _rank(rank, ranks, store, results):
                     packer.gather(index)
     distributed.barrier()
     distributed.destroy_process_group()
+    results.close()
+    results.join_thread()
+    os._exit(0)  # like trainer_rank.py: torch's gloo threads may abort while the interpreter ends
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo with a FileStore")
