@@ -61,7 +61,7 @@ def _rank(rank, ranks, store, results):
     distributed.destroy_process_group()
     results.close()
     results.join_thread()
-    os._exit(0)  # like trainer_rank.py: torch's gloo threads may abort while the interpreter ends
+    os._exit(0)  # like trainer_rank.py, which says why
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo with a FileStore")

@@ -111,7 +111,7 @@ class StarvingFactory:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
-    # Not over Python's own end, which a thread of torch's gloo sometimes meets with a SIGABRT ("terminate called
-    # without an active exception"): it asks for the lock while the interpreter goes. All is written by now.
+    # Not over Python's own end: sometimes it meets an abort there ("terminate called without an active
+    # exception"), of which torch's gloo threads are suspected. All is written by now.
     sys.stdout.flush()
     os._exit(0)
