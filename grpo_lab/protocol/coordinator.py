@@ -108,6 +108,7 @@ class Coordinator:
         self._recorder = recorder
         self._settings = settings
         self._limits = settings.timeouts
+        self._rolls = settings.scope == "rolling"
         self._sync = SyncId(0, 0, 0)
         self._times = PhaseTimes(lambda: 0.0)
         self._moved = False
@@ -240,12 +241,11 @@ class Coordinator:
 
     async def _take_turns(self) -> bool:
         """Whether all who are left in the view hold the version, turn by turn."""
-        rolling = self._settings.scope == "rolling"
         while self.state is SyncState.PAUSED:
             if not await self._transfer():
                 return False
             await self._probation()
-            if not rolling or not await self._rank_0_says("next turn", not self._set.is_last_turn):
+            if not self._rolls or not await self._rank_0_says("next turn", not self._set.is_last_turn):
                 return True
             await self._resume()
             self._times.add_all(self._source.phases_s())
@@ -267,8 +267,7 @@ class Coordinator:
         if not await self._agree("join", failure):
             self._why = f"join: {failure or 'another rank failed'}"
             return False
-        rolling = self._settings.scope == "rolling"
-        if rolling and not await self._rank_0_says("turn", bool(self._set.turn)):
+        if self._rolls and not await self._rank_0_says("turn", bool(self._set.turn)):
             return True  # it could not be paused, or not join
         first = self._sync.attempt
         for attempt in range(first, first + self._settings.attempts):

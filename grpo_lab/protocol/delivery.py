@@ -144,7 +144,7 @@ class Delivery:
         for name, error in failures.items():
             self._set.fence(name, f"probation: {error}", sync)
         failed = [engine for engine in on_trial if engine.name in failures]
-        await self._set.stop(failed, self._limits.pause_s, sync)
+        await self._set.pause(failed, "abort", True, self._limits.pause_s, sync)
         self._set.require_enough()
 
     @property

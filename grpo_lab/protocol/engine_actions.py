@@ -117,15 +117,8 @@ class EngineActions:
             raise SyncError(f"{sync}: an engine that had joined could not be paused")
 
     async def _pause(self, members: Sequence[Engine], sync: SyncId) -> dict[str, GrpoLabError]:
-        mode, clear_cache, term = self._pause_mode, self._clear_cache, sync.term
-
-        async def pause(engine: Engine) -> None:
-            limit_s = self._limits.pause_s
-            await self._set.one(
-                "pause", lambda one: one.pause(mode, clear_cache, term), engine, limit_s, sync
-            )
-
-        return await self._set.failures_of(members, pause)
+        mode, clear_cache = self._pause_mode, self._clear_cache
+        return await self._set.pause(members, mode, clear_cache, self._limits.pause_s, sync)
 
     def _fence_repeaters(self, sync: SyncId) -> None:
         """One engine that fails attempt after attempt must not keep the others from the new version."""
@@ -151,7 +144,7 @@ class EngineActions:
             self._set.fence(engine.name, f"{sync} {why}: weights uncertain", sync)
         await self._drop(why, sync)
         running = [engine for engine in ahead if engine.name in self._delivery.let_go]
-        await self._set.stop(running, self._limits.pause_s, sync)
+        await self._set.pause(running, "abort", True, self._limits.pause_s, sync)
         self._delivery.let_go.clear()
         await self._fence_heirs(why, sync)
 

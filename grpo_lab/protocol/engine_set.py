@@ -10,7 +10,7 @@ from grpo_lab.errors import EngineRefused, GrpoLabError, SyncError
 from grpo_lab.events import EngineAcknowledged, EngineAdmitted, EngineFailed, EngineFenced, ViewChanged
 from grpo_lab.ports import Engine, Recorder
 from grpo_lab.protocol.timeouts import bounded
-from grpo_lab.types import SyncId, SyncScope
+from grpo_lab.types import PauseMode, SyncId, SyncScope
 
 EngineCall = Callable[[Engine], Awaitable[Any]]
 
@@ -215,13 +215,17 @@ class EngineSet:
         )
         return result
 
-    async def stop(self, members: Sequence[Engine], limit_s: float, sync: SyncId) -> None:
-        """Pauses engines that were fenced while they generated. Who does not answer is out of service too."""
+    async def pause(
+        self, members: Sequence[Engine], mode: PauseMode, clear_cache: bool, limit_s: float, sync: SyncId
+    ) -> dict[str, GrpoLabError]:
+        """Returns the failures by engine name."""
 
         async def pause(engine: Engine) -> None:
-            await self.one("pause", lambda one: one.pause("abort", True, sync.term), engine, limit_s, sync)
+            await self.one(
+                "pause", lambda one: one.pause(mode, clear_cache, sync.term), engine, limit_s, sync
+            )
 
-        await self.failures_of(members, pause)
+        return await self.failures_of(members, pause)
 
     async def fence_dead(self, suspects: Sequence[str], limit_s: float, sync: SyncId) -> None:
         """Fences those of ``suspects`` that do not answer a health request either."""
